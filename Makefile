@@ -1,0 +1,32 @@
+# Everything runs in .venv, which each target sets up first. `make demo ARGS="--layers 8"` passes options on.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint check wheel-check clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/finetune_llama.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+wheel-check: $(INSTALLED)
+	tests/wheel_check.sh $(BIN)/python
+
+# torch comes first and pinned: a looser request would bring gigabytes of CUDA where a CPU wheel was meant.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""lohan_fx: fine-tune a model far too big for its GPU and its RAM, on one GPU and a few NVMe drives.
+
+A ``torch.compile`` backend that rewrites the model's forward and backward graphs with explicit nodes for every
+movement of parameters, activations and gradients, and a runtime that overlaps them with an optimizer whose states
+live on NVMe.
+"""
+
+import logging
+
+from lohan_fx.compile import compile, prepare, release, releasing
+from lohan_fx.dump import dump
+from lohan_fx.errors import (
+    CaptureError,
+    InfeasiblePlan,
+    LaneTimeout,
+    LohanError,
+    OffloadedParameterError,
+    StepError,
+    StoreError,
+    VerifyError,
+)
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.optim import Adam, AdamW
+from lohan_fx.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CaptureError",
+    "HardwareProfile",
+    "InfeasiblePlan",
+    "LaneTimeout",
+    "LohanError",
+    "OffloadedParameterError",
+    "Plan",
+    "StepError",
+    "StoreError",
+    "VerifyError",
+    "compile",
+    "dump",
+    "prepare",
+    "release",
+    "releasing",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,93 @@
+"""budgets: how much memory a run may use, and what of it is spent before any plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Windows
+from lohan_fx.planner import Budgets, ParameterFacts, layer_of_parameter
+from lohan_fx.runtime.state_buffer import buffer_bytes
+
+MIB = 1 << 20
+CAPTURE_BYTES = 160 * MIB
+"""What tracing, guards and the graphs themselves take, measured on Llama of 12 to 24 layers (docs/0003)."""
+UNLIMITED_SHARE = 0.8
+"""Without a promise, this share of the memory that is available now."""
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def parse_bytes(value: int | float | str, name: str) -> int:
+    """Bytes from a number or from text like ``"6GiB"``; ``ValueError`` or ``TypeError`` names the argument."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"{name} is {value!r}: expected bytes as a number, or text such as '6GiB'")
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*", value.lower())
+        unit = found.group(2) if found else "?"
+        unit = unit if unit in _UNITS else f"{unit}b"
+        if found is None or unit not in _UNITS:
+            raise ValueError(f"{name} is {value!r}: expected bytes as a number, or text such as '6GiB' or '800MB'")
+        value = float(found.group(1)) * _UNITS[unit]
+    if not 0 < value < 2**63:
+        raise ValueError(f"{name} is {value!r}: expected more than zero bytes")
+    return int(value)
+
+
+def available_memory_bytes() -> int:
+    """Memory that this machine could give to a new process now."""
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
+
+
+def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts]) -> Windows:
+    """Windows and staging for a promise of ``host_memory_bytes``: about an eighth of it, less where that is plenty."""
+    layers: dict[str, int] = {}
+    for parameter in parameters:
+        layer = layer_of_parameter(parameter.name)
+        layers[layer] = layers.get(layer, 0) + parameter.bytes
+    layer_bytes = max(layers.values(), default=0)
+    roomy = host_memory_bytes >= 2048 * MIB
+    small = host_memory_bytes < 768 * MIB
+    return Windows(
+        fetch_bytes=min(2 * layer_bytes, host_memory_bytes // 8),
+        swap_in_bytes=min(64 * MIB, host_memory_bytes // 16),
+        gradient_bytes=min(layer_bytes, host_memory_bytes // 8),
+        chunk_elements=(128 << 10) if small else (1 << 20) if roomy else (512 << 10),
+        io_bytes=MIB if small else 4 * MIB if roomy else 2 * MIB,
+        io_buffers=4,
+        optimizer_buffers=4,
+    )
+
+
+def staging_bytes(windows: Windows) -> int:
+    """Bytes of the host pool's staging buffers."""
+    staging = 3 * windows.io_buffers * windows.io_bytes
+    return staging + windows.optimizer_buffers * (4 * windows.chunk_elements + buffer_bytes(windows.chunk_elements))
+
+
+def make_budgets(
+    hw: HardwareProfile, host_memory_bytes: int | None, device_memory_bytes: int | None, windows: Windows
+) -> Budgets:
+    """The budgets of a run; ``InfeasiblePlan`` where not even the fixed part fits."""
+    shared = hw.device == "cpu"
+    host = host_memory_bytes or default_host_memory_bytes(hw)
+    device = device_memory_bytes or (host if shared else int(hw.device_memory_bytes * 0.9))
+    fixed = staging_bytes(windows) + CAPTURE_BYTES
+    if fixed >= host:
+        raise InfeasiblePlan(
+            f"host_memory={host:,} bytes is too small for any plan: staging and captured graphs alone take {fixed:,}; "
+            f"{fixed - host:,} bytes are missing; pass host_memory of at least {2 * fixed:,}"
+        )
+    return Budgets(host, device, fixed, shared)
+
+
+def default_host_memory_bytes(hw: HardwareProfile) -> int:
+    """What a run may use when the user promises nothing."""
+    return int(min(hw.host_memory_bytes, available_memory_bytes()) * UNLIMITED_SHARE)

@@ -1,0 +1,127 @@
+"""capture: the ``torch.compile`` backend: Dynamo graph in, rewritten graphs linked to the runtime out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from lohan_fx import ops
+from lohan_fx.errors import CaptureError
+from lohan_fx.passes.halves import Halves, ParameterInput
+from lohan_fx.passes.traffic import swap_sizes_bytes
+from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training
+from lohan_fx.plan import Plan
+from lohan_fx.shell import Shell
+
+
+class Linked(Protocol):
+    """What the backend needs of the compiled model: its request, and a runtime to link graphs to."""
+
+    def request(self) -> Request: ...
+    def link(self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range) -> None: ...
+    def forward(self, *, training: bool) -> AbstractContextManager[None]: ...
+    def backward(self) -> AbstractContextManager[None]: ...
+
+
+def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
+    """A ``torch.compile`` backend for the parameters of ``model``."""
+
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        found = {
+            index: ParameterInput(value.slot, value.parameter_name, value.requires_grad)
+            for index, value in enumerate(example_inputs)
+            if isinstance(value, Shell)
+        }
+        slots = range(0)
+
+        def training(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
+            nonlocal slots
+
+            def activation_slots(count: int) -> range:
+                nonlocal slots
+                slots = ops.new_slots(count) if count else range(0)
+                return slots
+
+            halves, plan = compile_training(
+                joint,
+                model.request(),
+                num_outputs=num_fwd_outputs,
+                parameters=_parameters(joint, found),
+                activation_slots=activation_slots,
+            )
+            model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots)
+            assert halves.backward is not None
+            return halves.forward, halves.backward
+
+        def inference(graph: GraphModule, inputs: Any) -> Any:
+            halves, plan = compile_inference(graph, model.request(), parameters=_parameters(graph, found))
+            model.link(halves, plan, swap_sizes=(), slots=range(0))
+            return _linked(halves.forward, lambda: model.forward(training=False))
+
+        return aot_autograd(
+            fw_compiler=lambda graph, _: _linked(graph, lambda: model.forward(training=True)),
+            bw_compiler=lambda graph, _: _linked(graph, model.backward),
+            inference_compiler=inference,
+            partition_fn=training,
+        )(gm, example_inputs)
+
+    return backend
+
+
+def _parameters(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[str, ParameterInput]:
+    """Placeholder name -> parameter, by the position that AOTAutograd noted on each placeholder."""
+    named: dict[str, ParameterInput] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        index = getattr(node.meta.get("desc"), "idx", None)
+        if type(node.meta.get("desc")).__name__ in ("PlainAOTInput", "ParamAOTInput") and index in found:
+            named[node.name] = found[index]
+    if len(named) != len(found):
+        raise AssertionError(f"AOTAutograd kept {len(named)} of {len(found)} parameter inputs; cannot tell which")
+    return named
+
+
+def _linked(gm: GraphModule, around: Callable[[], AbstractContextManager[None]]) -> Callable[[list[Any]], Any]:
+    """``gm`` boxed, inside the runtime's guard of forwards or backwards."""
+    graph = boxed(gm)
+
+    def run(args: list[Any]) -> Any:
+        with around():
+            return graph(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def capture_errors() -> Iterator[None]:
+    """Turn Dynamo's report of a graph break into a ``CaptureError`` that says where and why."""
+    try:
+        yield
+    except torch._dynamo.exc.Unsupported as error:
+        raise CaptureError(
+            "the model cannot be captured as one graph, which lohan_fx needs to plan it: "
+            f"{error}\nChange that code, or find all such places with torch._dynamo.explain(model)(inputs)"
+        ) from error
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if error.inner_exception is not None and type(error.inner_exception).__module__.startswith("lohan_fx"):
+            raise error.inner_exception from None
+        raise
+
+
+def prepare_dynamo() -> None:
+    """Let Dynamo trace through the one-time warnings of Hugging Face models instead of breaking the graph."""
+    try:
+        from transformers.utils import logging as hf_logging
+    except ImportError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger = hf_logging.get_logger("transformers.modeling_utils")
+        for method in ("warning_once", "warning"):
+            torch._dynamo.config.ignore_logging_functions.add(getattr(logger, method))

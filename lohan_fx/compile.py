@@ -1,0 +1,220 @@
+"""compile: from a model to the same model, streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lohan_fx import ops
+from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
+from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, Original, slots_of
+from lohan_fx.errors import InfeasiblePlan, LohanError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.pipeline import Request
+from lohan_fx.plan import Plan
+from lohan_fx.planner import POLICIES, ParameterFacts
+from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.slots import ParameterSlot
+
+Bytes = int | float | str
+Directories = str | Path | Sequence[str | Path]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_run_numbers = itertools.count()
+
+
+def compile(  # noqa: A001  (the name users of torch.compile expect)
+    model: nn.Module,
+    hw: HardwareProfile,
+    *,
+    host_memory: Bytes | None = None,
+    device_memory: Bytes | None = None,
+    nvme: Directories | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    policy: str = "lohan",
+    plan: Plan | None = None,
+) -> nn.Module:
+    """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
+
+    Parameters become shells; their fp32 masters, moments and ``compute_dtype`` copies go to the store. The graphs are
+    captured and planned at the first call (or by ``prepare``), per input shape. Buffers stay.
+
+    Args:
+        hw: the machine; its rates decide the plan, its directories are the default for ``nvme``.
+        host_memory: the most that the process may grow by from here on (bytes, or text such as "6GiB"); on a CPU this
+            covers device memory too. None: most of what is free now.
+        device_memory: the most to use on the compute device. None: what it has, within ``host_memory`` on a CPU.
+        nvme: a directory per drive. None: those of ``hw``, or one under the user's cache directory.
+        compute_dtype: dtype of parameters and activations; masters and moments are fp32.
+        policy: "lohan" searches; the others of ``lohan_fx.planner.POLICIES`` are forced.
+        plan: obey this plan instead of making one; it must be of this model and input shape.
+
+    Raises:
+        ValueError, TypeError: a bad argument, a model on ``meta``, compiled already, or with unsupported dtypes.
+        InfeasiblePlan: the memory cannot hold any plan (also at the first call, when the graphs are known).
+        StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
+    """
+    _check(model, hw, compute_dtype, policy, plan)
+    host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    if not hw.is_this_machine():
+        warnings.warn(
+            f"the hardware profile {hw.name!r} was not measured on this machine: plans and predictions are for that "
+            "one; HardwareProfile.measure(nvme=[...]) measures this one",
+            stacklevel=2,
+        )
+    found = slots_of(model, compute_dtype, ops.new_slots)
+    slots = [slot for slot, _ in found.values()]
+    facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
+    windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
+    budgets = make_budgets(hw, host, device, windows)
+    _check_largest(facts, budgets.device_memory_bytes)
+    request = Request(
+        hw=hw,
+        policy=policy,
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+        matmul_rate=hw.matmul_rate(compute_dtype),
+        parameters=facts,
+        budgets=budgets,
+        windows=windows,
+        plan=plan,
+    )
+    with contextlib.ExitStack() as undo:
+        directories, cleanup = _directories(nvme, hw)
+        undo.callback(cleanup)
+        store = NvmeStore(directories, weights=_weights(directories, hw))
+        undo.callback(store.close)
+        engine = Engine(slots, store, torch.device("cuda" if hw.device == "cuda" else "cpu"))
+        undo.callback(engine.close)
+        _fill(engine, found, windows.chunk_elements)
+        undo.pop_all()
+    CompiledModel(model, engine, request, {slot: original for slot, (_, original) in found.items()}, cleanup).attach()
+    return model
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Give ``model`` ordinary parameters again, with the values trained so far, and remove the files; the same object.
+
+    The parameters get the dtype they had before ``compile``. Raises ``ValueError`` if the model is not compiled.
+    """
+    compiled(model).release()
+    return model
+
+
+@contextlib.contextmanager
+def releasing(model: nn.Module) -> Iterator[nn.Module]:
+    """``with lohan_fx.releasing(lohan_fx.compile(model, hw)) as model:`` releases at the end, whatever happens."""
+    try:
+        yield model
+    finally:
+        release(model)
+
+
+def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
+    """Capture, plan and link ``model`` for these inputs without running it; the plan, with its prediction."""
+    return compiled(model).prepare(*args, **kwargs)
+
+
+def compiled(model: nn.Module) -> CompiledModel:
+    """What ``compile`` left with ``model``. Raises ``ValueError`` if it was not compiled, or has been released."""
+    found = getattr(model, ATTRIBUTE, None)
+    if not isinstance(found, CompiledModel):
+        raise ValueError(f"this {type(model).__name__} is not compiled: call lohan_fx.compile(model, hw) first")
+    return found
+
+
+def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, policy: str, plan: Plan | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile() takes a torch.nn.Module; got {type(model).__name__}")
+    if not isinstance(hw, HardwareProfile):
+        raise TypeError(f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)")
+    if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+        raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
+    if compute_dtype not in _DTYPES:
+        raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
+    if plan is not None and plan.compute_dtype != str(compute_dtype).removeprefix("torch."):
+        raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} is on the meta device and has no values: build the model on the CPU, or load its "
+                "weights (model.to_empty and load_state_dict) before lohan_fx.compile"
+            )
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(f"parameter {name} is {parameter.dtype}: convert it to float32, bfloat16 or float16 first")
+
+
+def _check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) -> None:
+    largest = max(facts, key=lambda p: p.bytes)
+    if 2 * largest.bytes > device_memory_bytes:
+        raise InfeasiblePlan(
+            f"parameter {largest.name} alone takes {largest.bytes:,} bytes, and as much for its gradient; the budget is "
+            f"{device_memory_bytes:,}, {2 * largest.bytes - device_memory_bytes:,} bytes short: allow more memory"
+        )
+
+
+def _directories(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Path], Callable[[], None]]:
+    """Where the store goes, and what removes what this call had to make."""
+    if nvme is not None:
+        given = [nvme] if isinstance(nvme, str | Path) else list(nvme)
+        if not given:
+            raise ValueError("nvme is an empty list: name at least one directory, or pass None for the default")
+        return [Path(directory) for directory in given], lambda: None
+    known = [Path(drive.directory) for drive in hw.nvme if drive.directory and Path(drive.directory).is_dir()]
+    if known:
+        return known, lambda: None
+    root = default_nvme_root()
+    _remove_stale(root)
+    directory = root / f"run-{os.getpid()}-{next(_run_numbers)}"
+    directory.mkdir(parents=True, mode=0o700)
+    return [directory], lambda: shutil.rmtree(directory, ignore_errors=True)
+
+
+def default_nvme_root() -> Path:
+    """``~/.cache/lohan_fx`` or its equivalent: unlike ``/tmp`` rarely in RAM."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lohan_fx"
+
+
+def _remove_stale(root: Path) -> None:
+    """Remove what runs that were killed have left in the default place."""
+    for directory in root.glob("run-*-*"):
+        pid = directory.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _weights(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | None:
+    """The measured bandwidth of each directory, where the profile knows all of them."""
+    rates = {Path(d.directory).resolve(): d.mixed_bytes_per_s for d in hw.nvme if d.directory}
+    found = [rates.get(directory.resolve()) for directory in directories]
+    return [rate for rate in found if rate is not None] if None not in found else None
+
+
+def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], chunk_elements: int) -> None:
+    """Put all parameters into the store; moments are zeros, which is what unwritten extents read as."""
+    engine.states.chunk_elements = chunk_elements
+    extents: dict[str, int] = {}
+    for slot, _ in found.values():
+        extents.update(slot.extents(chunk_elements))
+    engine.store.allocate(extents)
+    for number, (_, original) in found.items():
+        module, name = original.places[0]
+        value = module._parameters[name]
+        if value is None:
+            raise LohanError(f"parameter {name} vanished while it was being stored")
+        with torch.no_grad():
+            engine.states.write_parameter(number, value.detach())

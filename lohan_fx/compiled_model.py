@@ -1,0 +1,199 @@
+"""compiled_model: what ``compile`` leaves with a model: its shells, its runtime, its plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan_fx.capture import backend_for, capture_errors, prepare_dynamo
+from lohan_fx.passes.halves import Halves
+from lohan_fx.pipeline import Request
+from lohan_fx.plan import Plan
+from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.shell import Shell, make_shell, streaming
+
+ATTRIBUTE = "_lohan_fx"
+RECOMPILE_LIMIT = 64
+
+
+class Prepared(Exception):
+    """Raised in place of the first forward by ``prepare``: the graphs are linked, nothing has run."""
+
+
+@dataclasses.dataclass
+class Original:
+    """A parameter as it was: where the model holds it, and in what dtype."""
+
+    places: list[tuple[nn.Module, str]]
+    dtype: torch.dtype
+
+
+class CompiledModel:
+    """Owns the runtime of one model; kept on the model as ``model._lohan_fx``."""
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, request: Request, originals: Mapping[int, Original], cleanup: Callable[[], None]
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self.plans: list[Plan] = []
+        self.halves: list[Halves] = []
+        self._request = request
+        self._originals = originals
+        self._cleanup = cleanup
+        self._preparing = False
+        self._unconfigured: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], None]] = []
+
+    # --- taking over the model --------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Replace the model's parameters by shells and its call by the compiled one."""
+        for slot, original in self._originals.items():
+            module, name = original.places[0]
+            parameter = self.engine.slots[slot]
+            shell = make_shell(module._parameters[name], dtype=parameter.compute_dtype, device=self.engine.device)
+            shell.slot, shell.parameter_name, shell.owner = slot, parameter.name, self
+            for module, name in original.places:
+                module._parameters[name] = shell
+        for module in {module for original in self._originals.values() for module, _ in original.places}:
+            self._stream_state_dict(module)
+        if self.engine.device.type == "cuda":
+            for buffer in self.model.buffers():
+                buffer.data = buffer.data.to(self.engine.device)
+        prepare_dynamo()
+        self._call = {True: self._compiled(dynamic=False), False: self._compiled(dynamic=None)}
+        self.model._compiled_call_impl = self._run
+        object.__setattr__(self.model, ATTRIBUTE, self)
+
+    def _compiled(self, *, dynamic: bool | None) -> Callable[..., Any]:
+        model = self.model
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model._call_impl(*args, **kwargs)
+
+        return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.model._call_impl(*args, **kwargs)
+        with capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return self._call[torch.is_grad_enabled()](*args, **kwargs)
+
+    def _stream_state_dict(self, module: nn.Module) -> None:
+        for name in ("_save_to_state_dict", "_load_from_state_dict"):
+            original = getattr(module, name)
+            object.__setattr__(module, name, functools.partial(self._streaming_call, original))
+            self._restore.append(functools.partial(object.__delattr__, module, name))
+
+    def _streaming_call(self, original: Callable[..., None], *args: Any) -> None:
+        self.engine.settle()
+        with streaming():
+            original(*args)
+
+    # --- what the backend asks for ----------------------------------------------------------------------------
+
+    def request(self) -> Request:
+        """Later shapes keep the homes of the first plan's parameters, whose states are there already."""
+        return self._request
+
+    def link(self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range) -> None:
+        """Rewritten graphs are there. The runtime gets ready for them before the first one runs, not now: tracing is
+        under way, and every tensor made here would be a fake one."""
+        self._unconfigured.append(
+            functools.partial(self.engine.configure, plan, swap_sizes_bytes=swap_sizes, activation_slots=slots)
+        )
+        self.plans.append(plan)
+        self.halves.append(halves)
+
+    @contextmanager
+    def forward(self, *, training: bool) -> Iterator[None]:
+        while self._unconfigured:
+            self._unconfigured[0]()
+            self._unconfigured.pop(0)
+        if self._preparing:
+            raise Prepared
+        with self.engine.forward(training=training):
+            yield
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self.engine.backward()
+
+    # --- what shells and users ask for ------------------------------------------------------------------------
+
+    def read_parameter(self, slot: int) -> torch.Tensor:
+        return self.engine.states.read_parameter(slot)
+
+    def write_parameter(self, slot: int, value: torch.Tensor) -> None:
+        self.engine.restored()
+        self.engine.states.write_parameter(slot, value)
+
+    def holds_gradients(self) -> bool:
+        return self.engine.holds_gradients()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Capture, plan and link for these inputs without running anything; the plan."""
+        before = len(self.plans)
+        self._preparing = True
+        try:
+            self._run(*args, **kwargs)
+        except Prepared:
+            pass
+        finally:
+            self._preparing = False
+        return self.plans[-1] if len(self.plans) > before else self.plans[-1]
+
+    def release(self) -> None:
+        """Give the model ordinary parameters again and remove the files. Idempotent."""
+        if getattr(self.model, ATTRIBUTE, None) is not self:
+            return
+        self.engine.settle()
+        for slot, original in self._originals.items():
+            module, name = original.places[0]
+            shell = module._parameters[name]
+            value = self.engine.states.read_parameter(slot).to(original.dtype).to(self.engine.device)
+            parameter = nn.Parameter(value, requires_grad=self.engine.slots[slot].trainable)
+            if isinstance(shell, Shell):
+                parameter.requires_grad_(shell.requires_grad)
+            for module, name in original.places:
+                module._parameters[name] = parameter
+        self.detach()
+
+    def detach(self) -> None:
+        """Take everything of ours off the model and end the runtime."""
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
+        self.model._compiled_call_impl = None
+        object.__delattr__(self.model, ATTRIBUTE)
+        try:
+            self.engine.close()
+        finally:
+            self._cleanup()
+
+
+def slots_of(model: nn.Module, compute_dtype: torch.dtype, first: Callable[[int], range]) -> dict[int, tuple[ParameterSlot, Original]]:
+    """One slot per distinct parameter of ``model``, in the order of ``named_parameters``; tied ones share it."""
+    found: dict[int, tuple[nn.Parameter, str, Original]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype)))
+                entry[2].places.append((module, name))
+    slots: dict[int, tuple[ParameterSlot, Original]] = {}
+    for slot, (parameter, name, original) in zip(first(len(found)) if found else (), found.values(), strict=True):
+        trainable = parameter.requires_grad
+        master = torch.float32 if trainable else parameter.dtype
+        slots[slot] = (
+            ParameterSlot(slot, name, parameter.shape, compute_dtype, master, trainable),
+            original,
+        )
+    return slots

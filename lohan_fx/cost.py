@@ -1,0 +1,93 @@
+"""cost: seconds of a training step from its work and the machine's rates.
+
+LoHan Eq. 1-5 (mechanisms B2), corrected: swapped bytes that host RAM takes do not reach the SSD (Eq. 3 clamped), CPU
+Adam is a term (Fuyou's T_o^comp), and so is the host's memory traffic (c3.9). The GPU link is duplex, the SSD
+simplex. Where the compute device is the CPU, Adam and the model share its cores and count as one lane.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Cost, Lane
+from lohan_fx.plan import Stage
+
+ADAM_TOUCHED_BYTES = 32
+"""Bytes of host memory that one parameter's update moves: g16, p32, m, v read; p32, m, v, p16 written."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one training step does. Symbols of LoHan beside the names.
+
+    ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes
+    from NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is
+    what exceeds MEM_avail. ``state_*_bytes`` (12P read, 14P written).
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    fetched_forward_bytes: int
+    fetched_forward_nvme_bytes: int
+    fetched_backward_bytes: int
+    fetched_backward_nvme_bytes: int
+    swapped_bytes: int
+    swapped_nvme_bytes: int
+    gradient_bytes: int
+    state_read_bytes: int
+    state_write_bytes: int
+    adam_parameters: int
+
+
+def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
+    """Seconds of one op: its FLOPs at ``dtype_rate`` or its bytes at memory speed, whichever binds, and its launch."""
+    if cost.lane is not Lane.COMPUTE or cost.is_view:
+        return 0.0
+    return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s
+
+
+def forward_stage(work: Work, hw: HardwareProfile) -> Stage:
+    """T_f of Eq. 4, per lane."""
+    return Stage(
+        {
+            Lane.COMPUTE.value: work.forward_s,
+            Lane.H2D.value: work.fetched_forward_bytes / hw.h2d_bytes_per_s,
+            Lane.D2H.value: work.swapped_bytes / hw.d2h_bytes_per_s,
+            Lane.SSD.value: ssd_seconds(work.fetched_forward_nvme_bytes, work.swapped_nvme_bytes, hw),
+            Lane.CPU.value: 0.0,
+        }
+    )
+
+
+def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
+    """T_b of Eq. 5, per lane, with the optimizer inside."""
+    adam_s = max(
+        work.adam_parameters / hw.adam_parameters_per_s,
+        work.adam_parameters * ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s,
+    )
+    shared = hw.device == "cpu"
+    read = work.fetched_backward_nvme_bytes + work.swapped_nvme_bytes + work.state_read_bytes
+    return Stage(
+        {
+            Lane.COMPUTE.value: work.backward_s + work.recompute_s + (adam_s if shared else 0.0),
+            Lane.H2D.value: (work.fetched_backward_bytes + work.swapped_bytes) / hw.h2d_bytes_per_s,
+            Lane.D2H.value: work.gradient_bytes / hw.d2h_bytes_per_s,
+            Lane.SSD.value: ssd_seconds(read, work.state_write_bytes, hw),
+            Lane.CPU.value: adam_s,
+        }
+    )
+
+
+def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:
+    """Seconds of the drives for this traffic: simplex, and no faster than their measured mixed rate."""
+    if not read_bytes and not write_bytes:
+        return 0.0
+    if not hw.nvme:
+        return float("inf")
+    one_way = read_bytes / hw.ssd_read_bytes_per_s + write_bytes / hw.ssd_write_bytes_per_s
+    both = min(read_bytes, write_bytes) * 2 / hw.ssd_mixed_bytes_per_s
+    rest = max(read_bytes - write_bytes, 0) / hw.ssd_read_bytes_per_s
+    rest += max(write_bytes - read_bytes, 0) / hw.ssd_write_bytes_per_s
+    return max(one_way, both + rest)

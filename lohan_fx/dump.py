@@ -1,0 +1,5 @@
+"""dump (being written)."""
+
+
+def dump(model_or_plan: object) -> str:
+    return ""

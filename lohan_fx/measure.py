@@ -1,0 +1,213 @@
+"""Measures the machine for a hardware profile: compute, memory, links, CPU Adam; drives are in `measure_nvme`.
+
+Every rate is the median of repeated runs after a warm-up. Each measurement gets a share of the time budget and
+takes about that long, except that it makes at least `_MIN_RUNS` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.optim.adamw import adamw
+
+from lohan_fx import machine, measure_nvme
+from lohan_fx.hardware import DTYPES, HardwareProfile
+from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
+
+Announce = Callable[[str], None]
+
+# Shares of the budget. The drives get the rest, whether or not there are any: no drives, less time.
+_MATMUL_SHARE = 0.06
+_BANDWIDTH_SHARE = 0.04
+_ADAM_SHARE = 0.05
+_OVERHEAD_SHARE = 0.02
+_DRIVES_SHARE = 0.55
+
+_MIN_RUNS = 3
+_COPY_BYTES = 256 * 2**20  # several times any cache but the very largest
+_ADAM_PARAMETERS = 4 * 2**20
+_OPS_PER_RUN = 500
+
+
+def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, seconds: float) -> HardwareProfile:
+    """The profile of this machine; see `HardwareProfile.measure`, which is the public name."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"seconds is {seconds!r}: expected a finite number of seconds above zero")
+    device = _checked_device(device)
+    directories = checked_directories(nvme)
+    steps = len(DTYPES) + 6 + (measure_nvme.STEPS if directories else 0)
+    with torch.no_grad(), _announcing(progress, steps) as announce:
+
+        def run(label: str, measurement: Callable[[str, float], float], share: float) -> float:
+            announce(label)
+            return rounded(measurement(device, seconds * share))
+
+        device_name = machine.gpu_name() if device == "cuda" else machine.cpu_name()
+        host_bytes = machine.host_memory_bytes()
+        return HardwareProfile(
+            name=f"{device_name}, {len(directories)} NVMe director{'y' if len(directories) == 1 else 'ies'}",
+            device=device,
+            device_name=device_name,
+            cpu_name=machine.cpu_name(),
+            cpu_cores=machine.cpu_cores(),
+            matmul_flops_per_s={
+                dtype: run(f"matmul in {dtype}", partial(_matmul_flops_per_s, getattr(torch, dtype)), _MATMUL_SHARE)
+                for dtype in DTYPES
+            },
+            memory_bytes_per_s=run("device memory", _memory_bytes_per_s, _BANDWIDTH_SHARE),
+            host_memory_bytes_per_s=run("host memory", _host_memory_bytes_per_s, _BANDWIDTH_SHARE),
+            h2d_bytes_per_s=run("copies to the device", _h2d_bytes_per_s, _BANDWIDTH_SHARE),
+            d2h_bytes_per_s=run("copies from the device", _d2h_bytes_per_s, _BANDWIDTH_SHARE),
+            adam_parameters_per_s=run("Adam on the processor", _adam_parameters_per_s, _ADAM_SHARE),
+            device_memory_bytes=torch.cuda.mem_get_info()[1] if device == "cuda" else host_bytes,
+            host_memory_bytes=host_bytes,
+            nvme=measure_drives(directories, seconds * _DRIVES_SHARE, announce),
+            op_overhead_s=run("the overhead of an op", _op_overhead_s, _OVERHEAD_SHARE),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            machine=machine.fingerprint(),
+        )
+
+
+def _checked_device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}: expected 'cpu', 'cuda' or None for the best there is")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch.cuda.is_available() is False: install a CUDA build or use 'cpu'")
+    return device
+
+
+def _median_seconds(action: Callable[[], object], device: str, seconds: float) -> float:
+    """Median time of one `action` on `device`, which has been warmed up and is then repeated for `seconds`."""
+    _seconds_of(action, device)
+    deadline = time.perf_counter() + seconds
+    runs: list[float] = []
+    while len(runs) < _MIN_RUNS or time.perf_counter() < deadline:
+        runs.append(_seconds_of(action, device))
+    return statistics.median(runs)
+
+
+def _seconds_of(action: Callable[[], object], device: str) -> float:
+    if device != "cuda":
+        begin = time.perf_counter()
+        action()
+        return time.perf_counter() - begin
+    begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin_event.record()
+    action()
+    end_event.record()
+    end_event.synchronize()
+    return float(begin_event.elapsed_time(end_event)) / 1e3
+
+
+def _matmul_flops_per_s(dtype: torch.dtype, device: str, seconds: float) -> float:
+    """Rate of a square matmul, the largest (up to a limit) that can run several times in `seconds`.
+
+    The size grows from a small one, since a dtype without kernels of its own can be a thousand times slower (float16
+    on many processors). float32 uses TF32 exactly if the caller's torch settings do.
+    """
+    size, limit = 256, 8192 if device == "cuda" else 2048
+    while True:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        multiply = partial(torch.mm, a, b, out=out)
+        multiply()
+        if size == limit or 8 * _seconds_of(multiply, device) > seconds / (_MIN_RUNS + 2):
+            return 2 * size**3 / _median_seconds(multiply, device, seconds)
+        size *= 2
+
+
+def _memory_bytes_per_s(device: str, seconds: float) -> float:
+    """Traffic of an addition: two tensors read, one written."""
+    a, b, out = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(3))
+    return 3 * _COPY_BYTES / _median_seconds(lambda: torch.add(a, b, out=out), device, seconds)
+
+
+def _host_memory_bytes_per_s(device: str, seconds: float) -> float:
+    """Traffic of a copy within host memory: one buffer read, one written."""
+    return 2 * _copy_bytes_per_s(_host_buffer("cpu"), _host_buffer("cpu"), "cpu", seconds)
+
+
+def _h2d_bytes_per_s(device: str, seconds: float) -> float:
+    return _copy_bytes_per_s(_host_buffer(device), _device_buffer(device), device, seconds)
+
+
+def _d2h_bytes_per_s(device: str, seconds: float) -> float:
+    return _copy_bytes_per_s(_device_buffer(device), _host_buffer(device), device, seconds)
+
+
+def _copy_bytes_per_s(source: torch.Tensor, target: torch.Tensor, device: str, seconds: float) -> float:
+    return _COPY_BYTES / _median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds)
+
+
+def _host_buffer(device: str) -> torch.Tensor:
+    """Host memory as the runtime uses it: pinned where there is a GPU. Filled, so that every page exists."""
+    return torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=device == "cuda").fill_(1)
+
+
+def _device_buffer(device: str) -> torch.Tensor:
+    return torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
+
+
+def _adam_parameters_per_s(device: str, seconds: float) -> float:
+    """Rate of torch's fused fp32 AdamW on the processor, whatever the compute device is, with all threads."""
+    parameter, gradient, mean, square = (torch.rand(_ADAM_PARAMETERS) for _ in range(4))
+    step = torch.tensor(1.0)
+
+    def update() -> None:
+        adamw(
+            [parameter], [gradient], [mean], [square], [], [step],
+            fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-4, weight_decay=0.01, eps=1e-8, maximize=False,
+        )  # fmt: skip
+
+    return _ADAM_PARAMETERS / _median_seconds(update, "cpu", seconds)
+
+
+def _op_overhead_s(device: str, seconds: float) -> float:
+    """Seconds per eager op on a tensor so small that the arithmetic takes no time."""
+    small = torch.ones(16, device=device)
+
+    def run() -> None:
+        for _ in range(_OPS_PER_RUN):
+            torch.add(small, small)
+
+    return _median_seconds(run, device, seconds) / _OPS_PER_RUN
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "linux": os.uname().release}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout
+        versions["lohan_fx"] = importlib.metadata.version("lohan-fx")
+    return versions
+
+
+@contextlib.contextmanager
+def _announcing(progress: bool, steps: int) -> Iterator[Announce]:
+    """A function that names the measurement that begins: on stderr, one live line on a terminal, else a line each."""
+    if not progress:
+        yield lambda label: None
+    elif not sys.stderr.isatty():
+        yield lambda label: print(f"lohan_fx: measuring {label}", file=sys.stderr, flush=True)
+    else:
+        columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=steps, completed=-1)
+            yield lambda label: bar.update(task, description=label, advance=1)

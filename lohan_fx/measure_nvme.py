@@ -1,0 +1,273 @@
+"""Measures drives: what positional reads and writes from a few threads reach in a directory of each.
+
+Guarantees: all drives are loaded at once, so their rates add up even where they share lanes; the files lose their
+names as soon as they are open, so none is left behind, not even by a killed process; a worker's error is raised in
+the caller, with the directory and the request.
+Assumes: Linux, and that nothing else loads the drives meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import itertools
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from lohan_fx import machine
+from lohan_fx.errors import LaneTimeout, StoreError
+from lohan_fx.hardware import NvmeProfile, RequestRate
+
+REQUEST_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
+
+_FILE_BYTES = 2**30
+_MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
+_THREADS = 4
+_STALL_S = 60.0
+_FILL_SHARE = 0.16
+_ROUNDS = 3
+STEPS = 1 + _ROUNDS  # calls of `announce`
+
+T = TypeVar("T")
+
+
+class _Access(enum.Enum):
+    READ = "reading"
+    WRITE = "writing"
+    MIXED = "reading and writing"
+
+
+@dataclass(frozen=True)
+class _Drive:
+    """A directory with its nameless file, open for O_DIRECT if `direct`, and a buffer for each thread."""
+
+    directory: str
+    fd: int
+    direct: bool
+    capacity_bytes: int
+    buffers: tuple[memoryview, ...]
+
+
+def checked_directories(nvme: Sequence[str | Path]) -> list[str]:
+    """The directories as absolute paths. ValueError for one that cannot be measured, before any time is spent."""
+    if isinstance(nvme, str | bytes) or not isinstance(nvme, Sequence):
+        raise TypeError(f"nvme is {nvme!r}: expected a sequence of directories, such as ['/mnt/nvme0']")
+    directories = [os.path.abspath(os.fspath(directory)) for directory in nvme]
+    per_filesystem: dict[int, int] = {}
+    for directory in directories:
+        if directories.count(directory) > 1:
+            raise ValueError(f"nvme directory {directory!r} is given more than once: give one per drive")
+        if not os.path.isdir(directory):
+            raise ValueError(f"nvme directory {directory!r} does not exist or is not a directory: create it first")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ValueError(f"nvme directory {directory!r} is not writable: choose another or change its mode")
+        filesystem = os.stat(directory).st_dev
+        per_filesystem[filesystem] = needed = per_filesystem.get(filesystem, 0) + _FILE_BYTES
+        if (free := _free_bytes(directory)) < needed:
+            raise ValueError(
+                f"nvme directory {directory!r} has {free} bytes free, and measuring it needs {needed}: make room there"
+            )
+        if (kind := machine.filesystem_type(directory)) in ("tmpfs", "ramfs"):
+            _warn(f"nvme directory {directory!r} is on {kind}: what is measured there is RAM, not a drive")
+    return directories
+
+
+def measure_drives(
+    directories: Sequence[str], seconds: float, announce: Callable[[str], None]
+) -> tuple[NvmeProfile, ...]:
+    """Rates of each directory's drive in about `seconds` altogether, for every size in `REQUEST_BYTES`.
+
+    A drive's headline rates are those of one size for all drives, the one with the best mixed total.
+    """
+    if not directories:
+        return ()
+    each = seconds * (1 - _FILL_SHARE) / (_ROUNDS * len(REQUEST_BYTES) * len(_Access))
+    samples: dict[tuple[int, _Access], list[list[float]]] = defaultdict(list)
+    with contextlib.ExitStack() as files:
+        drives = [files.enter_context(_open_drive(directory)) for directory in directories]
+        announce("drives: writing a file on each")
+        sizes = _fill(drives, seconds * _FILL_SHARE)
+        # Rounds over all sizes, not all of one size at once: a drive's speed drifts, and sizes are to be compared.
+        for number in range(1, _ROUNDS + 1):
+            announce(f"drives: round {number} of {_ROUNDS}")
+            for request_bytes, access in itertools.product(REQUEST_BYTES, _Access):
+                samples[request_bytes, access].append(_load(drives, sizes, access, request_bytes, each))
+    by_request = []
+    for request_bytes in REQUEST_BYTES:
+        columns = [map(statistics.median, zip(*samples[request_bytes, access], strict=True)) for access in _Access]
+        by_request.append([RequestRate(request_bytes, *map(rounded, row)) for row in zip(*columns, strict=True)])
+    best = max(by_request, key=lambda rates: sum(rate.mixed_bytes_per_s for rate in rates))
+    return tuple(
+        NvmeProfile(
+            directory=drive.directory,
+            read_bytes_per_s=best[index].read_bytes_per_s,
+            write_bytes_per_s=best[index].write_bytes_per_s,
+            mixed_bytes_per_s=best[index].mixed_bytes_per_s,
+            capacity_bytes=drive.capacity_bytes,
+            by_request=tuple(rates[index] for rates in by_request),
+        )
+        for index, drive in enumerate(drives)
+    )
+
+
+def rounded(rate: float) -> float:
+    """Four digits of a measured rate: more would be noise, and would make the file hard to read."""
+    return float(f"{rate:.4g}")
+
+
+def _free_bytes(directory: str) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _open_drive(directory: str) -> Iterator[_Drive]:
+    capacity_bytes = _free_bytes(directory)
+    try:
+        fd, direct = _open_nameless(directory)
+    except OSError as error:
+        raise ValueError(f"cannot write a file in the nvme directory {directory!r}: {error}") from error
+    try:
+        if not direct:
+            _warn(f"{directory!r} refuses O_DIRECT: measured through the page cache, which costs a copy of every byte")
+        random = os.urandom(REQUEST_BYTES[-1])  # some file systems and drives compress
+        buffers = tuple(_page_aligned(random) for _ in range(_THREADS))
+        yield _Drive(directory, fd, direct, capacity_bytes, buffers)
+    finally:
+        os.close(fd)
+
+
+def _open_nameless(directory: str) -> tuple[int, bool]:
+    """A file that lives as long as its descriptor, and whether it takes O_DIRECT."""
+    named, path = tempfile.mkstemp(prefix=".lohan-fx-measure-", dir=directory)
+    os.close(named)
+    try:
+        fd = _open_direct(path)
+        return (os.open(path, os.O_RDWR), False) if fd is None else (fd, True)
+    finally:
+        os.unlink(path)
+
+
+def _open_direct(path: str) -> int | None:
+    """A descriptor that has proved to take O_DIRECT, or None; some file systems refuse only the write."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        os.pwritev(fd, [_page_aligned(bytes(REQUEST_BYTES[0]))], 0)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return None
+    return fd
+
+
+def _page_aligned(content: bytes) -> memoryview:
+    pages = mmap.mmap(-1, len(content))
+    pages[:] = content
+    return memoryview(pages)
+
+
+def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:
+    """Write every file once and return the sizes: reads of what was only allocated would not touch the drive."""
+    deadline = time.perf_counter() + seconds
+
+    def fill(drive: _Drive, stop: threading.Event) -> int:
+        offset = 0
+        while offset < _FILE_BYTES and not stop.is_set():
+            if offset >= _MIN_FILE_BYTES and time.perf_counter() > deadline:
+                break
+            offset += _transfer(drive, True, drive.buffers[0], offset)
+        _settle(drive)
+        return offset
+
+    return _together([(drive.directory, partial(fill, drive)) for drive in drives], seconds)
+
+
+def _load(
+    drives: Sequence[_Drive], sizes: Sequence[int], access: _Access, request_bytes: int, seconds: float
+) -> list[float]:
+    """Bytes/s that each drive moves while all are loaded for `seconds`, each by `_THREADS` requests at a time."""
+    begin = time.perf_counter()
+
+    def work(drive: _Drive, file_bytes: int, thread: int, stop: threading.Event) -> tuple[int, float]:
+        buffer = drive.buffers[thread][:request_bytes]
+        moved = 0
+        for turn in itertools.count():
+            # Half of the threads begin with a write, so that a mix is one at every moment.
+            write = access is _Access.WRITE or (access is _Access.MIXED and (turn + thread) % 2 == 1)
+            offset = (turn * _THREADS + thread) * request_bytes % file_bytes
+            moved += _transfer(drive, write, buffer, offset)
+            if stop.is_set() or time.perf_counter() - begin >= seconds:
+                break
+        if not drive.direct:
+            _settle(drive)
+        return moved, time.perf_counter() - begin
+
+    jobs = [
+        (drive.directory, partial(work, drive, file_bytes, thread))
+        for drive, file_bytes in zip(drives, sizes, strict=True)
+        for thread in range(_THREADS)
+    ]
+    done = _together(jobs, seconds)
+    by_drive = [done[first : first + _THREADS] for first in range(0, len(done), _THREADS)]
+    return [sum(moved for moved, _ in of_drive) / max(elapsed for _, elapsed in of_drive) for of_drive in by_drive]
+
+
+def _transfer(drive: _Drive, write: bool, buffer: memoryview, offset: int) -> int:
+    """Move the whole buffer to or from `offset`; StoreError if that fails or only a part moves."""
+    asked = f"{'writing' if write else 'reading'} {len(buffer)} bytes at {offset} of a file in {drive.directory!r}"
+    try:
+        moved = (os.pwritev if write else os.preadv)(drive.fd, [buffer], offset)
+    except OSError as error:
+        raise StoreError(f"{asked} failed: {error}; check the drive (dmesg) and its free space") from error
+    if moved != len(buffer):
+        raise StoreError(f"{asked} moved only {moved}; check the drive (dmesg) and its free space")
+    if not write and not drive.direct:
+        os.posix_fadvise(drive.fd, offset, moved, os.POSIX_FADV_DONTNEED)
+    return moved
+
+
+def _settle(drive: _Drive) -> None:
+    """Have everything written on the drive, and nothing in the page cache that a later read could come from."""
+    os.fsync(drive.fd)
+    os.posix_fadvise(drive.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _together(jobs: Sequence[tuple[str, Callable[[threading.Event], T]]], seconds: float) -> list[T]:
+    """Run each (directory, job) in a thread of its own; the results, or the first job's error.
+
+    The event a job gets is set when another has failed. No thread uses a file after this has returned or raised,
+    except one that the drive has kept in a single request for `_STALL_S`: that one ends with its request.
+    """
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="lohan-measure")
+    futures = [pool.submit(job, stop) for _, job in jobs]
+    try:
+        wait(futures, seconds + _STALL_S, FIRST_EXCEPTION)
+    finally:
+        stop.set()
+        stuck = wait(futures, _STALL_S).not_done
+        pool.shutdown(wait=not stuck)
+    for (directory, _), future in zip(jobs, futures, strict=True):
+        if future in stuck:
+            raise LaneTimeout(f"a request to a file in {directory!r} was not done {_STALL_S:g} s after its time")
+    return [future.result() for future in futures]

@@ -1,0 +1,186 @@
+"""pipeline: the way of a captured graph through the compiler, top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+from torch.fx.graph import _BoxedCodeGen
+
+from lohan_fx import cost, meta
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Cost
+from lohan_fx.passes.activation_graph import activation_graph
+from lohan_fx.passes.annotate import annotate
+from lohan_fx.passes.halves import Halves, ParameterInput, Pass
+from lohan_fx.passes.insert_fetches import insert_fetches
+from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
+from lohan_fx.passes.insert_recompute import insert_recompute
+from lohan_fx.passes.insert_swaps import insert_swaps
+from lohan_fx.passes.liveness import peak_bytes
+from lohan_fx.passes.partition import note_reads, partition
+from lohan_fx.passes.schedule import schedule
+from lohan_fx.passes.traffic import traffic
+from lohan_fx.passes.verify import verify
+from lohan_fx.plan import Plan, Prediction, Tier, Windows
+from lohan_fx.planner import Budgets, ParameterFacts, Problem, homes_only, host_bytes, make_plan, resident_bytes
+
+PASSES: tuple[Pass, ...] = (
+    insert_recompute,
+    insert_fetches,
+    insert_swaps,
+    insert_gradient_offload,
+    schedule,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``compile`` was asked for, as far as the pipeline needs it."""
+
+    hw: HardwareProfile
+    policy: str
+    compute_dtype: str
+    matmul_rate: float
+    parameters: tuple[ParameterFacts, ...]
+    budgets: Budgets
+    windows: Windows
+    plan: Plan | None
+
+
+def compile_training(
+    joint: GraphModule,
+    request: Request,
+    *,
+    num_outputs: int,
+    parameters: dict[str, ParameterInput],
+    activation_slots: Callable[[int], range],
+) -> tuple[Halves, Plan]:
+    """Joint graph in, linked halves and their plan out."""
+    annotate(joint)
+    plan = request.plan or _search(joint, request, num_outputs, parameters)
+    slots = activation_slots(len(plan.activations))
+    halves = _rewrite(joint, plan, num_outputs, parameters, slots, checked=True)
+    plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    halves.recompile()
+    return halves, plan
+
+
+def compile_inference(gm: GraphModule, request: Request, *, parameters: dict[str, ParameterInput]) -> tuple[Halves, Plan]:
+    """Inference graph in, linked graph and its plan out: parameters are streamed, nothing is saved."""
+    annotate(gm)
+    note_reads(gm)
+    plan = request.plan or _homes_only(request)
+    halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]
+    _apply_passes(halves, plan, checked=True)
+    plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    halves.recompile()
+    return halves, plan
+
+
+def _search(
+    joint: GraphModule, request: Request, num_outputs: int, parameters: dict[str, ParameterInput]
+) -> Plan:
+    seconds = _node_seconds(request)
+    activations = activation_graph(joint, num_outputs=num_outputs, node_seconds=seconds)
+
+    def rewritten(plan: Plan) -> Halves:
+        return _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
+
+    costs = traffic(rewritten(_keep_everything(request)), _keep_everything(request), seconds)
+    problem = Problem(
+        policy=request.policy,
+        compute_dtype=request.compute_dtype,
+        parameters=request.parameters,
+        activations=activations,
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        budgets=request.budgets,
+        windows=request.windows,
+        device_peak=lambda plan: _device_peak(rewritten(plan), plan, request.windows),
+    )
+    return make_plan(problem, request.hw)
+
+
+def _rewrite(
+    joint: GraphModule,
+    plan: Plan,
+    num_outputs: int,
+    parameters: dict[str, ParameterInput],
+    slots: range,
+    *,
+    checked: bool,
+) -> Halves:
+    halves = partition(joint, plan, num_outputs=num_outputs, parameters=parameters, activation_slots=slots)
+    if checked:
+        verify(halves, plan, after="partition")
+    _apply_passes(halves, plan, checked=checked)
+    return halves
+
+
+def _apply_passes(halves: Halves, plan: Plan, *, checked: bool) -> None:
+    for apply in PASSES:
+        apply(halves, plan)
+        if checked:
+            verify(halves, plan, after=apply.__name__)
+
+
+def _node_seconds(request: Request) -> Callable[[Cost], float]:
+    return lambda found: cost.node_seconds(found, request.hw, request.matmul_rate)
+
+
+def _keep_everything(request: Request) -> Plan:
+    """A plan without decisions: all that the backward reads is kept. Only good for counting."""
+    return dataclasses.replace(_homes_only(request), device_memory_bytes=2**62)
+
+
+def _homes_only(request: Request) -> Plan:
+    return homes_only(request.policy, request.compute_dtype, request.parameters, request.budgets, request.windows)
+
+
+def _device_peak(halves: Halves, plan: Plan, windows: Windows) -> int:
+    """Most device bytes alive in either half, with gradients on their way out."""
+    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
+    peaks = [peak_bytes(gm, resident=resident, shells=halves.parameters).bytes for _, gm in halves.graphs()]
+    return max(peaks) + (windows.gradient_bytes if halves.backward is not None else 0)
+
+
+def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
+    work = traffic(halves, plan, _node_seconds(request))
+    device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
+    device += _device_peak(halves, plan, plan.windows)
+    if request.budgets.shared:
+        host += device
+    over = {"device": device - plan.device_memory_bytes, "host": host - plan.host_memory_bytes}
+    short = [f"{tier}_memory is {nbytes:,} bytes short" for tier, nbytes in over.items() if nbytes > 0]
+    if short:
+        raise InfeasiblePlan(f"the plan given needs more memory than was promised: {'; '.join(short)}")
+    flops = [(n.name.startswith("recompute_"), n) for _, gm in halves.graphs() for n in gm.graph.nodes]
+    return Prediction(
+        forward=cost.forward_stage(work, request.hw),
+        backward=cost.backward_stage(work, request.hw),
+        peak_bytes={"device": device, "host": host},
+        nvme_read_bytes=(
+            work.fetched_forward_nvme_bytes
+            + work.fetched_backward_nvme_bytes
+            + work.state_read_bytes
+            + work.swapped_nvme_bytes
+        ),
+        nvme_write_bytes=work.state_write_bytes + work.swapped_nvme_bytes,
+        flops=sum(meta.cost(n).flops for again, n in flops if not again),
+        recompute_flops=sum(meta.cost(n).flops for again, n in flops if again),
+    )
+
+
+def boxed(gm: GraphModule) -> Callable[[list[object]], object]:
+    """``gm`` as a function of one list, which it empties: every value dies at its last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[object]) -> object:
+        return gm.forward(args)
+
+    return run

@@ -1,0 +1,262 @@
+"""The Plan: every decision the compiler takes, as data.
+
+A Plan is made by the planner, read by the rewriting passes, obeyed by the runtime and printed by ``dump``.
+Nothing else decides. It is frozen, and ``Plan.from_json(plan.to_json()) == plan``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+
+
+class Tier(enum.StrEnum):
+    """Where bytes live: memory of the compute device, host RAM, or NVMe."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class OptimizerTiming(enum.StrEnum):
+    """When the optimizer of a parameter runs."""
+
+    IN_BACKWARD = "in_backward"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The activation stays on the device until the backward has used it."""
+
+    def __str__(self) -> str:
+        return "keep"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The activation leaves the device after its last forward use and returns before its first backward use."""
+
+    tier: Tier
+
+    def __post_init__(self) -> None:
+        if self.tier is Tier.DEVICE:
+            raise ValueError("Swap(tier) takes host or nvme; an activation that stays on the device is Keep()")
+
+    def __str__(self) -> str:
+        return f"swap:{self.tier.value}"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The activation is dropped and computed again in the backward."""
+
+    def __str__(self) -> str:
+        return "recompute"
+
+
+Decision = Keep | Swap | Recompute
+
+
+def parse_decision(text: str) -> Decision:
+    """The inverse of ``str(decision)``: ``keep``, ``swap:host``, ``swap:nvme`` or ``recompute``."""
+    if text == "keep":
+        return Keep()
+    if text == "recompute":
+        return Recompute()
+    if text in ("swap:host", "swap:nvme"):
+        return Swap(Tier(text.split(":")[1]))
+    raise ValueError(f"unknown decision {text!r}: expected keep, swap:host, swap:nvme or recompute")
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What happens to one forward value that the backward can use.
+
+    ``flops`` and ``seconds`` are what producing it once costs; ``bytes`` its storage; ``benefit`` is LoHan's
+    offloading benefit OB_i = FLOP_i / A_i (mechanisms B4), in FLOP per byte.
+    """
+
+    node: str
+    op: str
+    layer: str
+    layer_kind: str
+    bytes: int
+    flops: int
+    decision: Decision
+    mandatory: bool = False
+
+    @property
+    def benefit(self) -> float:
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where one parameter (its compute-dtype copy) and its optimizer states live, and when it is updated."""
+
+    name: str
+    layer: str
+    numel: int
+    bytes: int
+    trainable: bool
+    home: Tier
+    states_home: Tier | None
+    optimizer_runs: OptimizerTiming
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How far each movement may run ahead, in bytes of the tier that it fills.
+
+    ``fetch_bytes``: parameters on the device that nobody has used yet; ``swap_in_bytes``: the same for
+    activations; ``gradient_bytes``: gradients on the device that still wait for the d2h lane.
+    ``chunk_elements``: the optimizer's unit of read, update and write; ``io_bytes``: one transfer of the other
+    lanes; the ``*_buffers`` are counts of host staging buffers.
+    """
+
+    fetch_bytes: int
+    swap_in_bytes: int
+    gradient_bytes: int
+    chunk_elements: int
+    io_bytes: int
+    io_buffers: int
+    optimizer_buffers: int
+
+    def __post_init__(self) -> None:
+        for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected zero or more bytes")
+        for name in ("chunk_elements", "io_bytes"):
+            value = getattr(self, name)
+            if value <= 0 or value % 4096:
+                raise ValueError(f"Windows.{name} is {value}: expected a positive multiple of 4096")
+        for name, least in (("io_buffers", 1), ("optimizer_buffers", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Predicted seconds of one stage per lane. The busiest lane is the bound (LoHan Eq. 4 and 5)."""
+
+    lanes_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.lanes_s.values(), default=0.0)
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.lanes_s, key=lambda lane: self.lanes_s[lane]) if self.lanes_s else "none"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says will happen in one training step."""
+
+    forward: Stage
+    backward: Stage
+    peak_bytes: Mapping[str, int]
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    flops: int
+    recompute_flops: int
+
+    @property
+    def step_s(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one model at one input shape under one set of budgets, with the prediction."""
+
+    policy: str
+    device: str
+    compute_dtype: str
+    host_memory_bytes: int
+    device_memory_bytes: int
+    activations: tuple[ActivationPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+    windows: Windows
+    prediction: Prediction | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def decision(self, node: str) -> Decision | None:
+        """The decision for the forward value ``node``, or None where the plan does not speak of it."""
+        found = self._by_node().get(node)
+        return found.decision if found else None
+
+    def parameter(self, name: str) -> ParameterPlan:
+        """The plan of parameter ``name``; ``KeyError`` names it where there is none."""
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(f"the plan has no parameter {name!r}")
+
+    def with_decisions(self, decisions: Mapping[str, Decision]) -> Plan:
+        """A copy with other decisions for the named activations; its prediction is dropped."""
+        unknown = sorted(set(decisions) - set(self._by_node()))
+        if unknown:
+            raise ValueError(f"the plan has no activation {', '.join(unknown)}: known ones are in plan.activations")
+        for name, decision in decisions.items():
+            if isinstance(decision, Recompute) and self._by_node()[name].mandatory:
+                raise ValueError(f"activation {name} must be saved (recomputation starts from it): Keep or Swap it")
+        activations = tuple(dataclasses.replace(a, decision=decisions.get(a.node, a.decision)) for a in self.activations)
+        return dataclasses.replace(self, activations=activations, prediction=None)
+
+    def with_homes(self, home: Tier, states_home: Tier) -> Plan:
+        """A copy with every parameter at ``home`` and all optimizer states at ``states_home``."""
+        parameters = tuple(
+            dataclasses.replace(p, home=home, states_home=states_home if p.trainable else None) for p in self.parameters
+        )
+        return dataclasses.replace(self, parameters=parameters, prediction=None)
+
+    def _by_node(self) -> dict[str, ActivationPlan]:
+        return {a.node: a for a in self.activations}
+
+    def to_json(self) -> str:
+        """The plan as readable JSON; decisions and tiers are words, bytes and seconds plain numbers."""
+        raw = dataclasses.asdict(self)
+        raw["activations"] = [{**dataclasses.asdict(a), "decision": str(a.decision)} for a in self.activations]
+        return json.dumps({"format": FORMAT, **raw}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that ``to_json`` wrote. Raises ``ValueError`` naming what is missing or of another format."""
+        raw: dict[str, Any] = json.loads(text)
+        if raw.pop("format", None) != FORMAT:
+            raise ValueError(f"this plan is not of format {FORMAT}: make it again with this version of lohan_fx")
+        try:
+            raw["activations"] = tuple(
+                ActivationPlan(**{**a, "decision": parse_decision(a["decision"])}) for a in raw["activations"]
+            )
+            raw["parameters"] = tuple(_parameter(p) for p in raw["parameters"])
+            raw["windows"] = Windows(**raw["windows"])
+            raw["notes"] = tuple(raw["notes"])
+            if raw["prediction"] is not None:
+                stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward")}
+                raw["prediction"] = Prediction(**{**raw["prediction"], **stages})
+            return cls(**raw)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is not a plan: {error}") from error
+
+
+def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
+    states_home = raw["states_home"]
+    return ParameterPlan(
+        **{
+            **raw,
+            "home": Tier(raw["home"]),
+            "states_home": None if states_home is None else Tier(states_home),
+            "optimizer_runs": OptimizerTiming(raw["optimizer_runs"]),
+        }
+    )
+

@@ -1,0 +1,380 @@
+"""planner: from numbers to a Plan. Pure, and it never sees torch.fx.
+
+The memory that the promise leaves is divided between activations, parameters and optimizer states by trying the
+divisions and taking the one whose step is predicted fastest; for each, LoHan's corrected Algorithm 1 says which
+activations are saved. Forced policies skip the search, for tests and comparisons.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import networkx as nx
+
+from lohan_fx import cost
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.passes.activation_graph import ActivationGraph
+from lohan_fx.passes.search import Choice, fixed, search, useful
+from lohan_fx.plan import (
+    ActivationPlan,
+    Decision,
+    Keep,
+    OptimizerTiming,
+    ParameterPlan,
+    Plan,
+    Recompute,
+    Swap,
+    Tier,
+    Windows,
+)
+
+POLICIES = ("lohan", "in-memory", "keep", "swap-host", "swap-nvme", "recompute")
+"""``lohan`` searches. The others are forced: activations as named, with parameters and states on NVMe; ``in-memory``
+keeps everything."""
+
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+STATE_BYTES = 12
+SMALL_PARAMETER_ELEMENTS = 1 << 15
+"""Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the planner knows of a parameter. ``bytes``: of its compute-dtype copy."""
+
+    name: str
+    numel: int
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What may be used. ``fixed_bytes``: host memory that is spent whatever the plan (staging, captured graphs).
+
+    ``shared``: the device is the CPU, so that device memory is host memory and both count against one promise.
+    """
+
+    host_memory_bytes: int
+    device_memory_bytes: int
+    fixed_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything the planner decides from.
+
+    ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
+    home on the device aside.
+    """
+
+    policy: str
+    compute_dtype: str
+    parameters: tuple[ParameterFacts, ...]
+    activations: ActivationGraph
+    forward_s: float
+    backward_s: float
+    budgets: Budgets
+    windows: Windows
+    device_peak: Callable[[Plan], int]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes above the minimum that a division gives to each use."""
+
+    keep: int
+    swap_host: int
+    parameters: int
+    states: int
+
+
+def make_plan(problem: Problem, hw: HardwareProfile) -> Plan:
+    """The plan for ``problem`` on ``hw``. Raises ``InfeasiblePlan`` where the budgets are too small for any."""
+    if problem.policy == "in-memory":
+        return _forced(problem, Keep(), Tier.DEVICE, Tier.HOST)
+    if problem.policy in ("keep", "recompute"):
+        decision: Decision = Keep() if problem.policy == "keep" else Recompute()
+        return _forced(problem, decision, Tier.NVME, Tier.NVME)
+    if problem.policy in ("swap-host", "swap-nvme"):
+        return _forced(problem, Swap(Tier(problem.policy.removeprefix("swap-"))), Tier.NVME, Tier.NVME)
+    if problem.policy != "lohan":
+        raise ValueError(f"unknown policy {problem.policy!r}: expected one of {', '.join(POLICIES)}")
+    return _searched(problem, hw)
+
+
+# --- forced ---------------------------------------------------------------------------------------------------
+
+
+def _forced(problem: Problem, decision: Decision, home: Tier, states_home: Tier) -> Plan:
+    """Every useful activation by ``decision``; those that must be saved are kept where that says recompute."""
+    must_save = problem.activations.mandatory
+    decisions = {
+        name: Keep() if isinstance(decision, Recompute) and name in must_save else decision
+        for name in useful(problem.activations)
+    }
+    plan = _plan(problem, decisions, {p.name: home for p in problem.parameters}, states_home)
+    _check(problem, plan, problem.device_peak(plan))
+    return plan
+
+
+# --- searched -------------------------------------------------------------------------------------------------
+
+
+def _searched(problem: Problem, hw: HardwareProfile) -> Plan:
+    everything = _plan(
+        problem, dict.fromkeys(useful(problem.activations), Keep()), _homes(problem, Tier.DEVICE), Tier.HOST
+    )
+    if not _missing(problem, everything, problem.device_peak(everything)):
+        return everything
+    least, least_peak = _least(problem)
+    room = _room(problem, least, least_peak)
+    slack = 0
+    for _ in range(8):
+        plan = min(
+            (_divide(problem, hw, division) for division in _divisions(problem, room, slack)), key=lambda found: found[0]
+        )[1]
+        excess = _missing(problem, plan, problem.device_peak(plan))
+        if not excess:
+            return plan
+        slack += sum(excess.values())
+    return least
+
+
+def _least(problem: Problem) -> tuple[Plan, int]:
+    """The plan that needs the least memory: what must be saved kept or, if that is too much, swapped to NVMe."""
+    found: list[tuple[Plan, int]] = []
+    for decision in (Keep(), Swap(Tier.NVME)):
+        decisions: dict[str, Decision] = {
+            name: decision if name in problem.activations.mandatory else Recompute()
+            for name in useful(problem.activations)
+        }
+        plan = _plan(problem, decisions, _homes(problem, Tier.NVME), Tier.NVME)
+        peak = problem.device_peak(plan)
+        if not _missing(problem, plan, peak):
+            return plan, peak
+        found.append((plan, peak))
+    plan, peak = min(found, key=lambda pair: pair[1])
+    _check(problem, plan, peak)
+    raise AssertionError("a plan that fits was refused")
+
+
+def _room(problem: Problem, least: Plan, peak: int) -> tuple[int, int]:
+    """(device, host) bytes that are left above the least plan; on a CPU all of it is counted as device."""
+    budgets = problem.budgets
+    if budgets.shared:
+        return min(budgets.host_memory_bytes - budgets.fixed_bytes, budgets.device_memory_bytes) - peak, 0
+    return budgets.device_memory_bytes - peak, budgets.host_memory_bytes - budgets.fixed_bytes
+
+
+def _divisions(problem: Problem, room: tuple[int, int], slack: int) -> list[_Room]:
+    device, host = max(room[0] - slack, 0), room[1]
+    if problem.budgets.shared:
+        shares = [(p, s) for p, s in itertools.product(QUARTERS, QUARTERS) if p + s <= 1]
+        return [_Room(int(device * (1 - p - s)), 0, int(device * p), int(device * s)) for p, s in shares]
+    return [
+        _Room(int(device * (1 - p)), int(host * (1 - s)), int(device * p), int(host * s))
+        for p, s in itertools.product(QUARTERS, QUARTERS)
+    ]
+
+
+def _divide(problem: Problem, hw: HardwareProfile, room: _Room) -> tuple[tuple[float, int], Plan]:
+    """The best plan under one division, with (seconds, resident bytes) to compare it by."""
+    homes = _homes(problem, Tier.NVME)
+    homes.update(dict.fromkeys(_fill(room.parameters, {p.name: p.bytes for p in problem.parameters}), Tier.DEVICE))
+    states = {p.name: STATE_BYTES * p.numel for p in problem.parameters if p.trainable}
+    resident = set(_fill(room.states, states))
+
+    def step_s(saved_bytes: int, recompute_s: float) -> float:
+        swapped = max(0, saved_bytes - room.keep)
+        work = _work(problem, homes, resident, recompute_s, swapped, max(0, swapped - room.swap_host))
+        return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
+
+    choice = search(problem.activations, step_s)
+    plan = _plan(problem, _place(problem, choice, room), homes, Tier.NVME, resident)
+    return (choice.step_s, room.parameters + room.states), plan
+
+
+def _fill(room_bytes: int, sizes: dict[str, int]) -> list[str]:
+    """Names that fit, in order. Of the states this keeps the first layers': their gradients come last, when no
+    backward is left to hide their traffic."""
+    chosen, used = [], 0
+    for name, nbytes in sizes.items():
+        if used + nbytes <= room_bytes:
+            chosen.append(name)
+            used += nbytes
+    return chosen
+
+
+def _place(problem: Problem, choice: Choice, room: _Room) -> dict[str, Decision]:
+    """Where each saved activation goes: the last produced stay (they are needed back first), the first go to NVMe
+    (they are away longest; mechanisms B4 leaves this open)."""
+    decisions: dict[str, Decision] = {}
+    kept = swapped = 0
+    for name in reversed(useful(problem.activations)):
+        nbytes = problem.activations.activations[name].bytes
+        if name not in choice.saved:
+            decisions[name] = Recompute()
+        elif kept + nbytes <= room.keep or nbytes < 4096 or name in problem.activations.mandatory and not room.swap_host:
+            decisions[name] = Keep()
+            kept += nbytes
+        elif swapped + nbytes <= room.swap_host:
+            decisions[name] = Swap(Tier.HOST)
+            swapped += nbytes
+        else:
+            decisions[name] = Swap(Tier.NVME)
+    return decisions
+
+
+def _work(
+    problem: Problem, homes: dict[str, Tier], resident: Collection[str], recompute_s: float, swapped: int, nvme: int
+) -> cost.Work:
+    """The step's work before there are rewritten graphs: each parameter is fetched once per stage."""
+    fetched = sum(p.bytes for p in problem.parameters if homes[p.name] is not Tier.DEVICE)
+    trained = [p for p in problem.parameters if p.trainable]
+    away = sum(p.numel for p in trained if p.name not in resident)
+    copied = sum(p.bytes for p in trained if homes[p.name] is Tier.NVME and p.bytes != 4 * p.numel)
+    return cost.Work(
+        forward_s=problem.forward_s,
+        backward_s=problem.backward_s,
+        recompute_s=recompute_s,
+        fetched_forward_bytes=fetched,
+        fetched_forward_nvme_bytes=fetched,
+        fetched_backward_bytes=fetched,
+        fetched_backward_nvme_bytes=fetched,
+        swapped_bytes=swapped,
+        swapped_nvme_bytes=nvme,
+        gradient_bytes=sum(p.bytes for p in trained),
+        state_read_bytes=STATE_BYTES * away,
+        state_write_bytes=STATE_BYTES * away + copied,
+        adam_parameters=sum(p.numel for p in trained),
+    )
+
+
+# --- the plan and whether it fits -----------------------------------------------------------------------------
+
+
+def _homes(problem: Problem, tier: Tier) -> dict[str, Tier]:
+    small = {p.name for p in problem.parameters if p.numel <= SMALL_PARAMETER_ELEMENTS}
+    return {p.name: Tier.DEVICE if p.name in small else tier for p in problem.parameters}
+
+
+def _plan(
+    problem: Problem,
+    decisions: dict[str, Decision],
+    homes: dict[str, Tier],
+    states_home: Tier,
+    resident: Collection[str] = (),
+) -> Plan:
+    found = problem.activations
+    small = {p.name for p in problem.parameters if homes[p.name] is Tier.DEVICE and states_home is Tier.NVME}
+    small = {p.name for p in problem.parameters if p.name in small and p.numel <= SMALL_PARAMETER_ELEMENTS}
+    return Plan(
+        policy=problem.policy,
+        device="cpu" if problem.budgets.shared else "cuda",
+        compute_dtype=problem.compute_dtype,
+        host_memory_bytes=problem.budgets.host_memory_bytes,
+        device_memory_bytes=problem.budgets.device_memory_bytes,
+        activations=tuple(_activation_plan(found, name, decision) for name, decision in _in_order(found, decisions)),
+        parameters=tuple(
+            ParameterPlan(
+                name=p.name,
+                layer=layer_of_parameter(p.name),
+                numel=p.numel,
+                bytes=p.bytes,
+                trainable=p.trainable,
+                home=homes[p.name],
+                states_home=(Tier.HOST if p.name in resident or p.name in small else states_home)
+                if p.trainable
+                else None,
+                optimizer_runs=OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE,
+            )
+            for p in problem.parameters
+        ),
+        windows=problem.windows,
+    )
+
+
+def _in_order(found: ActivationGraph, decisions: dict[str, Decision]) -> list[tuple[str, Decision]]:
+    return [(name, decisions[name]) for name in found.activations if name in decisions]
+
+
+def _activation_plan(found: ActivationGraph, name: str, decision: Decision) -> ActivationPlan:
+    activation = found.activations[name]
+    return ActivationPlan(
+        node=name,
+        op=activation.op,
+        layer=activation.layer,
+        layer_kind=activation.layer_kind,
+        bytes=activation.bytes,
+        flops=found.flops[activation.producer],
+        decision=decision,
+        mandatory=name in found.mandatory,
+    )
+
+
+def layer_of_parameter(name: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; the module's path where there is no block."""
+    block = re.match(r"(.*?\.?\d+)\.", name)
+    return block.group(1) if block else name.rpartition(".")[0]
+
+
+def resident_bytes(plan: Plan) -> tuple[int, int]:
+    """(device, host) bytes of parameters and states that ``plan`` keeps in memory."""
+    device = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
+    host = sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
+    for p in plan.parameters:
+        if p.states_home is Tier.HOST:
+            # On a CPU an fp32 master that is also what the graph computes with exists once.
+            shared = plan.device == "cpu" and p.home is Tier.DEVICE and p.bytes == 4 * p.numel
+            host += STATE_BYTES * p.numel - (p.bytes if shared else 0)
+    return device, host
+
+
+def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
+    """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
+    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    return problem_fixed_bytes + resident_bytes(plan)[1] + swapped
+
+
+def _missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes by which ``plan`` exceeds its budget; empty where it fits."""
+    budgets = problem.budgets
+    device = device_peak + resident_bytes(plan)[0]
+    host = host_bytes(budgets.fixed_bytes, plan) + (device if budgets.shared else 0)
+    over = {"device": device - budgets.device_memory_bytes, "host": host - budgets.host_memory_bytes}
+    return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+
+
+def _check(problem: Problem, plan: Plan, device_peak: int) -> None:
+    over = _missing(problem, plan, device_peak)
+    if not over:
+        return
+    budgets = problem.budgets
+    lines = []
+    for tier, nbytes in over.items():
+        budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
+        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={budget + nbytes:,} would fit")
+    raise InfeasiblePlan(
+        f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
+        f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
+    )
+
+
+def homes_only(
+    policy: str, compute_dtype: str, parameters: tuple[ParameterFacts, ...], budgets: Budgets, windows: Windows
+) -> Plan:
+    """A plan without activations, for inference: all in memory if half of the promise holds it, else on NVMe."""
+    total = sum(p.bytes + (STATE_BYTES * p.numel if p.trainable else 0) for p in parameters)
+    fits = policy in ("lohan", "in-memory") and 2 * total + budgets.fixed_bytes < min(
+        budgets.host_memory_bytes, budgets.device_memory_bytes if budgets.shared else budgets.host_memory_bytes
+    )
+    home, states_home = (Tier.DEVICE, Tier.HOST) if fits else (Tier.NVME, Tier.NVME)
+    nothing = ActivationGraph(nx.DiGraph(), {}, {}, {}, frozenset(), frozenset())
+    problem = Problem(policy, compute_dtype, parameters, nothing, 0.0, 0.0, budgets, windows, lambda plan: 0)
+    return _plan(problem, {}, _homes(problem, home), states_home)

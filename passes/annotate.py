@@ -1,0 +1,196 @@
+"""annotate: note on every node its FLOPs, bytes, layer, phase and lane.
+
+Requires: a traced graph whose nodes carry ``meta["val"]``.
+Ensures: ``meta.cost(node)`` answers for every node. The graph itself is unchanged.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from lohan_fx import meta, ops
+from lohan_fx.meta import Cost, Lane, Phase
+
+Size = int | torch.SymInt
+
+_LANES = {
+    ops.FETCH: Lane.H2D,
+    ops.SWAP_IN: Lane.H2D,
+    ops.SWAP_OUT: Lane.D2H,
+    ops.OFFLOAD_GRAD: Lane.D2H,
+}
+
+# Views whose schema does not say so: `_unsafe_view` and `wait` hand their input's storage on.
+_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, ops.WAIT)
+
+
+def annotate(gm: GraphModule) -> None:
+    """Note a ``Cost`` on each node of ``gm`` that has none yet."""
+    previous = ("", "")
+    for node in gm.graph.nodes:
+        if meta.has_cost(node):
+            previous = (meta.cost(node).layer, meta.cost(node).layer_kind)
+            continue
+        layer = layer_of(node)
+        if layer is None:
+            layer = previous if node.op == "call_function" else ("", "")
+        previous = layer
+        meta.set_cost(node, _cost(node, *layer))
+
+
+def _cost(node: Node, layer: str, layer_kind: str) -> Cost:
+    view = is_view(node)
+    made = 0 if view or node.op in ("output", "get_attr") else storage_bytes(meta.value(node))
+    inputs = [storage_bytes(meta.value(n)) for n in node.all_input_nodes]
+    touched = 0 if view or node.op != "call_function" or _is_getitem(node) else sum(inputs, start=made)
+    flops = node_flops(node)
+    return Cost(
+        flops=at_hint(flops),
+        bytes=0 if _is_getitem_parent(node) else at_hint(made),
+        touched_bytes=at_hint(touched),
+        flops_expr=as_expr(flops),
+        bytes_expr=as_expr(0 if _is_getitem_parent(node) else made),
+        layer=layer,
+        layer_kind=layer_kind,
+        phase=_phase(node),
+        lane=_LANES.get(cast(Any, node.target), Lane.COMPUTE),
+        is_view=view,
+        is_random=is_random(node),
+    )
+
+
+def _phase(node: Node) -> Phase:
+    return Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
+
+
+# --- which layer ----------------------------------------------------------------------------------------------
+
+
+def layer_of(node: Node) -> tuple[str, str] | None:
+    """(path, class name) of the layer that ``node`` belongs to, from ``nn_module_stack``; None where unknown.
+
+    The layer is the outermost repeated block (``model.layers.3``), or the innermost module outside of blocks.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    entries = [(_module_path(path), _class_name(kind)) for path, kind in stack.values()]
+    for position, (path, kind) in enumerate(entries):
+        if path.rpartition(".")[2].isdigit() and position + 1 < len(entries):
+            return path, kind
+    path, kind = entries[-1]
+    block = re.match(r"(.*?\.?\d+)\.", path)
+    return (block.group(1), kind) if block else (path, kind)
+
+
+def _module_path(path: str) -> str:
+    path = re.sub(r"^L\['?\w+'?\]", "", str(path))
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    return re.sub(r"\['?(\w+)'?\]", r".\1", path).strip(".")
+
+
+def _class_name(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+
+
+# --- how many FLOPs -------------------------------------------------------------------------------------------
+
+
+def node_flops(node: Node) -> Size:
+    """Floating-point operations of ``node`` (2 per multiply-add); 0 for pointwise ops, as PyTorch counts."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    values = [meta.value(a) if isinstance(a, Node) else a for a in node.args]
+    attention = _attention_flops(node.target, values)
+    if attention is not None:
+        return attention
+    formula = cast("Callable[..., Size] | None", flop_registry.get(node.target._overloadpacket))
+    if formula is None:
+        return 0
+    keywords = {k: meta.value(v) if isinstance(v, Node) else v for k, v in node.kwargs.items()}
+    return formula(*values, **keywords, out_val=meta.value(node))
+
+
+def _attention_flops(op: torch._ops.OpOverload, values: Sequence[Any]) -> Size | None:
+    """FLOPs of fused attention, forward (2 matmuls) and backward (5), from its shapes.
+
+    PyTorch's registry lacks the CPU kernel, and 2.11's asserts on grouped-query shapes. Like PyTorch's, this
+    counts the full square also under a causal mask.
+    """
+    name = op._opname
+    if not name.startswith("_scaled_dot_product_"):
+        return None
+    backward = "backward" in name
+    query, key, value = values[1:4] if backward else values[0:3]
+    batch, heads, length, width = query.shape
+    scores = 2 * batch * heads * length * key.shape[-2] * width
+    context = 2 * batch * heads * length * key.shape[-2] * value.shape[-1]
+    return cast(Size, 3 * scores + 2 * context if backward else scores + context)
+
+
+# --- how many bytes -------------------------------------------------------------------------------------------
+
+
+def storage_bytes(value: object) -> Size:
+    """Bytes of a (fake) tensor, or of all tensors in a tuple; 0 for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, tuple | list):
+        total: Size = 0
+        for item in value:
+            total = total + storage_bytes(item)
+        return total
+    return 0
+
+
+def is_view(node: Node) -> bool:
+    """Whether ``node`` hands on the storage of one of its inputs."""
+    if node.op != "call_function":
+        return False
+    if node.target in _SILENT_VIEWS:
+        return True
+    if _is_getitem(node):
+        return is_view(node.all_input_nodes[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or len(node.target._schema.returns) != 1:
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def is_random(node: Node) -> bool:
+    """Whether running ``node`` again would give other numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _is_getitem_parent(node: Node) -> bool:
+    return isinstance(meta.value(node), tuple | list)
+
+
+# --- symbolic sizes -------------------------------------------------------------------------------------------
+
+
+def as_expr(size: Size) -> sympy.Expr:
+    """``size`` as a sympy expression."""
+    return cast(sympy.Expr, size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size)))
+
+
+def at_hint(size: Size) -> int:
+    """``size`` as a number: a symbolic one at the value it had when traced."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    if hint is None:
+        raise ValueError(f"size {size} has no example value: a data-dependent size cannot be planned")
+    return int(hint)

@@ -1,0 +1,110 @@
+"""insert_recompute: what the plan does not save is computed again in the backward, as late as possible.
+
+Requires: halves from ``partition``.
+Ensures: exactly what the plan keeps or swaps crosses (values that nothing reads any more are dropped), beside
+inputs and outputs; each recomputed op stands once in the backward, named ``recompute_*``, right before the first
+node that needs it. Random ops are never replayed.
+
+    backward(a, ...):  use(a)     ->     backward(x, ...):  recompute_a = op(x);  use(recompute_a)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.fx import GraphModule, Node
+
+from lohan_fx import meta
+from lohan_fx.meta import Phase
+from lohan_fx.passes.halves import Halves, outputs_of
+from lohan_fx.plan import Plan, Recompute
+
+
+def insert_recompute(halves: Halves, plan: Plan) -> None:
+    """Replace each crossing value that is planned ``Recompute`` by clones of the ops that make it."""
+    if halves.backward is None:
+        return
+    outputs = {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
+    dropped = {
+        n.name for n in halves.crossing() if n.name not in outputs and isinstance(plan.decision(n.name), Recompute)
+    }
+    placeholders = halves.saved_placeholders()
+    cloner = _Cloner(halves, {name: node for name, node in placeholders.items() if name not in dropped})
+    for node in list(halves.backward.graph.nodes):
+        sources = [s for s in node.all_input_nodes if s.op == "placeholder" and s.name in dropped]
+        if node.op == "output" or sources:
+            for source in sources:
+                node.replace_input_with(source, cloner.clone(cloner.forward[source.name], before=node))
+    for name in dropped:
+        halves.backward.graph.erase_node(placeholders[name])
+    drop_unread(halves)
+
+
+class _Cloner:
+    """Clones forward ops into the backward, each once, with what they need."""
+
+    def __init__(self, halves: Halves, available: dict[str, Node]) -> None:
+        assert halves.backward is not None
+        self.forward = {n.name: n for n in halves.forward.graph.nodes}
+        self._backward: GraphModule = halves.backward
+        self._halves = halves
+        self._available = available
+
+    def clone(self, node: Node, *, before: Node) -> Node:
+        """The value of the forward's ``node`` in the backward."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [s for s in top.all_input_nodes if s.name not in self._available]
+            if top.name in self._available:
+                stack.pop()
+            elif top.op == "placeholder":
+                self._available[top.name] = self._new_input(top)
+            elif missing:
+                stack.extend(reversed(missing))
+            else:
+                self._available[top.name] = self._copy(top, before)
+        return self._available[node.name]
+
+    def _copy(self, node: Node, before: Node) -> Node:
+        cost = meta.cost(node)
+        if cost.is_random:
+            raise ValueError(
+                f"the plan recomputes {node.name} ({node.target}), which would draw other random numbers: "
+                "its outputs must be kept or swapped"
+            )
+        with self._backward.graph.inserting_before(before):
+            copy = self._backward.graph.node_copy(node, lambda n: self._available[n.name])
+        copy.name = f"recompute_{node.name}"
+        copy.meta = dict(node.meta)
+        meta.set_cost(copy, dataclasses.replace(cost, phase=Phase.BACKWARD))
+        meta.set_origin(copy, node.name)
+        return copy
+
+    def _new_input(self, node: Node) -> Node:
+        """Let an input of the forward cross too: behind the other saved tensors, before sizes and tangents."""
+        crossing = self._halves.crossing()
+        tensors = [n for n in crossing if meta.tensor(n) is not None]
+        sizes = [n for n in crossing if meta.tensor(n) is None]
+        is_tensor = meta.tensor(node) is not None
+        tangents = (n for n in self._backward.graph.find_nodes(op="placeholder") if n.name.startswith("tangents"))
+        first = next(iter(self._backward.graph.nodes))
+        anchor = next(tangents, None) if is_tensor else first
+        if anchor is None:
+            anchor = next(n for n in self._backward.graph.nodes if n.op != "placeholder")
+        with self._backward.graph.inserting_before(anchor):
+            placeholder = self._backward.graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        self._halves.set_crossing([*tensors, node, *sizes] if is_tensor else [*tensors, node, *sizes])
+        return placeholder
+
+
+def drop_unread(halves: Halves) -> None:
+    """Let nothing cross that the backward does not read."""
+    assert halves.backward is not None
+    unread = {name for name, node in halves.saved_placeholders().items() if not node.users}
+    for name in unread:
+        halves.backward.graph.erase_node(halves.saved_placeholders()[name])
+    present = set(halves.saved_placeholders())
+    halves.set_crossing([n for n in halves.crossing() if n.name in present])
+    halves.forward.graph.eliminate_dead_code()

@@ -1,0 +1,78 @@
+"""traffic: what one step moves and computes, read off the rewritten graphs node by node.
+
+Requires: halves after all rewriting passes.
+Ensures: a value; the graphs are unchanged. Bytes are exact: what the runtime will move, padding of files aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import GraphModule, Node
+
+from lohan_fx import meta, ops
+from lohan_fx.cost import Work
+from lohan_fx.meta import Cost, Lane
+from lohan_fx.passes.halves import Halves
+from lohan_fx.plan import ParameterPlan, Plan, Tier
+
+STATE_READ_BYTES = 12
+"""Per parameter: fp32 master and two moments."""
+
+
+def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Work:
+    """The ``Work`` of one training step (or of one inference, where there is no backward)."""
+    homes = {p.name: p for p in plan.parameters}
+    forward, backward = halves.forward, halves.backward
+    computed = sum(node_seconds(meta.cost(n)) for n in _computing(forward))
+    again = sum(node_seconds(meta.cost(n)) for n in _computing(backward) if n.name.startswith("recompute_"))
+    back = sum(node_seconds(meta.cost(n)) for n in _computing(backward)) - again
+    swaps = _calls(forward, ops.SWAP_OUT)
+    updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
+    away = [p for p in updated if p.states_home is Tier.NVME]
+    return Work(
+        forward_s=computed,
+        backward_s=back,
+        recompute_s=again,
+        fetched_forward_bytes=_fetched(forward, homes, Tier.HOST, Tier.NVME),
+        fetched_forward_nvme_bytes=_fetched(forward, homes, Tier.NVME),
+        fetched_backward_bytes=_fetched(backward, homes, Tier.HOST, Tier.NVME),
+        fetched_backward_nvme_bytes=_fetched(backward, homes, Tier.NVME),
+        swapped_bytes=sum(_swapped_bytes(n) for n in swaps),
+        swapped_nvme_bytes=sum(_swapped_bytes(n) for n in swaps if n.args[2] == Tier.NVME),
+        gradient_bytes=sum(p.bytes for p in updated),
+        state_read_bytes=sum(STATE_READ_BYTES * p.numel for p in away),
+        state_write_bytes=sum(STATE_READ_BYTES * p.numel for p in away) + sum(_streamed_back(p) for p in updated),
+        adam_parameters=sum(p.numel for p in updated),
+    )
+
+
+def swap_sizes_bytes(halves: Halves) -> list[int]:
+    """Bytes of each activation that goes to NVMe."""
+    return [_swapped_bytes(n) for n in _calls(halves.forward, ops.SWAP_OUT) if n.args[2] == Tier.NVME]
+
+
+def _computing(gm: GraphModule | None) -> list[Node]:
+    if gm is None:
+        return []
+    return [n for n in gm.graph.nodes if n.op == "call_function" and meta.cost(n).lane is Lane.COMPUTE]
+
+
+def _calls(gm: GraphModule | None, op: object) -> list[Node]:
+    return [] if gm is None else list(gm.graph.find_nodes(op="call_function", target=op))
+
+
+def _fetched(gm: GraphModule | None, homes: dict[str, ParameterPlan], *tiers: Tier) -> int:
+    return sum(meta.cost(n).bytes for n in _calls(gm, ops.FETCH) if homes[meta.origin(n) or ""].home in tiers)
+
+
+def _swapped_bytes(node: Node) -> int:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return meta.cost(source).bytes
+
+
+def _streamed_back(parameter: ParameterPlan) -> int:
+    """Bytes of the compute-dtype copy that the update writes to NVMe; none where it is the master itself."""
+    own_copy = parameter.bytes != 4 * parameter.numel or parameter.states_home is not Tier.NVME
+    return parameter.bytes if parameter.home is Tier.NVME and own_copy else 0

@@ -1,0 +1,236 @@
+"""verify: the invariants of the rewritten graphs, checked after every pass.
+
+After ``partition`` and ever after
+  - the graphs pass ``graph.lint()``; the forward hands over what the backward takes, in the same order
+  - every op reads the values that it read in the captured graph: a fetched parameter, a swapped-in or a
+    recomputed activation stands for itself
+  - random ops are never replayed
+After ``insert_recompute``
+  - exactly what the plan keeps or swaps crosses, beside inputs and outputs
+After ``insert_fetches``
+  - nothing but ``fetch`` reads a shell; each start has one user, its ``wait``, and each ``wait`` waits for a start
+After ``insert_swaps``
+  - every ``swap_in`` has one ``swap_out`` of its slot and the other way round; nothing reads a value after its
+    ``swap_out``; what the plan swaps crosses as a handle
+After ``insert_gradient_offload``
+  - every trainable parameter with a gradient reaches exactly one ``offload_grad``; no gradient of a parameter is
+    returned; no fetch of a parameter, and no use of a fetched one, follows its ``offload_grad``
+After ``schedule``
+  - the simulated live bytes stay within the device's budget
+
+A failure names the node, prints its neighbourhood and says which pass broke it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch.fx import GraphModule, Node
+
+from lohan_fx import meta, ops
+from lohan_fx.errors import VerifyError
+from lohan_fx.passes.halves import Halves, last_user, outputs_of, positions
+from lohan_fx.passes.liveness import peak_bytes
+from lohan_fx.plan import Plan, Recompute, Swap, Tier
+
+NEIGHBOURS = 3
+
+
+def verify(halves: Halves, plan: Plan, *, after: str) -> None:
+    """Raise ``VerifyError`` if an invariant that holds after the pass named ``after`` is broken."""
+    if after not in ORDER:
+        raise ValueError(f"no pass is called {after!r}: expected one of {', '.join(ORDER)}")
+    for name in ORDER[: ORDER.index(after) + 1]:
+        for check in CHECKS.get(name, ()):
+            check(halves, plan, after)
+
+
+def _fail(gm: GraphModule, node: Node, after: str, what: str) -> None:
+    nodes = list(gm.graph.nodes)
+    place = nodes.index(node)
+    around = "\n".join(
+        f"  {'->' if n is node else '  '} {n.format_node() or n.name}"
+        for n in nodes[max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1]
+    )
+    raise VerifyError(f"after {after}: {node.name}: {what}\n{around}")
+
+
+# --- after partition ------------------------------------------------------------------------------------------
+
+
+def _lints(halves: Halves, plan: Plan, after: str) -> None:
+    for name, gm in halves.graphs():
+        try:
+            gm.graph.lint()
+        except RuntimeError as error:
+            raise VerifyError(f"after {after}: the {name} graph is malformed: {error}") from error
+
+
+def _hands_over(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    crossing = halves.crossing()
+    tensors = [_value_name(n) for n in crossing if meta.tensor(n) is not None]
+    sizes = [_value_name(n) for n in crossing if meta.tensor(n) is None]
+    taken = list(halves.saved_placeholders())
+    if sizes + tensors != taken:
+        raise VerifyError(f"after {after}: the forward hands over {sizes + tensors}, the backward takes {taken}")
+
+
+def _reads_the_same(halves: Halves, plan: Plan, after: str) -> None:
+    for _, gm in halves.graphs():
+        for node in gm.graph.nodes:
+            expected = meta.reads(node)
+            if expected is None or node.op != "call_function":
+                continue
+            found = tuple(_value_name(n) for n in node.all_input_nodes)
+            if found != expected:
+                _fail(gm, node, after, f"reads {found}; in the captured graph it read {expected}")
+
+
+def _value_name(node: Node) -> str:
+    """The name in the captured graph of the value that ``node`` holds."""
+    if node.op != "call_function":
+        return node.name
+    if node.target is ops.SWAP_OUT:
+        return str(meta.origin(node))
+    if node.target is ops.WAIT:
+        start = node.all_input_nodes[0] if node.all_input_nodes else node
+        return start.all_input_nodes[0].name if start.target in ops.STARTS else f"wait({start.name})"
+    if node.target in ops.ALL:
+        return f"{node.name} before its wait"
+    return meta.origin(node) or node.name
+
+
+def _never_replays(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    drawn = {n.name for n in halves.forward.graph.nodes if n.op == "call_function" and meta.cost(n).is_random}
+    for node in halves.backward.graph.nodes:
+        if node.op == "call_function" and _value_name(node) in drawn:
+            _fail(halves.backward, node, after, "draws the random numbers of the forward again; save its outputs")
+
+
+# --- after insert_recompute -----------------------------------------------------------------------------------
+
+
+def _saves_the_plan(halves: Halves, plan: Plan, after: str) -> None:
+    outputs = {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
+    for node in halves.crossing():
+        name = _value_name(node)
+        if node.op == "placeholder" or name in outputs or meta.tensor(node) is None:
+            continue
+        decision = plan.decision(name)
+        if decision is None or isinstance(decision, Recompute):
+            _fail(halves.forward, node, after, f"crosses to the backward, but the plan says {decision}")
+
+
+# --- after insert_fetches -------------------------------------------------------------------------------------
+
+
+def _only_fetch_reads_shells(halves: Halves, plan: Plan, after: str) -> None:
+    for _, gm in halves.graphs():
+        for node in gm.graph.find_nodes(op="placeholder"):
+            for user in node.users if node.name in halves.parameters else ():
+                if user.op != "output" and user.target is not ops.FETCH:
+                    _fail(gm, user, after, f"reads the shell {node.name} itself; it must read wait(fetch(..))")
+
+
+def _starts_are_waited_for(halves: Halves, plan: Plan, after: str) -> None:
+    for _, gm in halves.graphs():
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node.target in ops.STARTS:
+                users = list(node.users)
+                if len(users) != 1 or users[0].target is not ops.WAIT:
+                    _fail(gm, node, after, f"must be read by one wait alone; its users are {users}")
+            if node.op == "call_function" and node.target is ops.WAIT:
+                start = node.all_input_nodes[0]
+                if start.op != "call_function" or start.target not in ops.STARTS:
+                    _fail(gm, node, after, f"waits for {start.name}, which starts nothing")
+
+
+# --- after insert_swaps ---------------------------------------------------------------------------------------
+
+
+def _swaps_pair_up(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    out = Counter(n.args[1] for n in halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT))
+    back = Counter(n.args[1] for n in halves.backward.graph.find_nodes(op="call_function", target=ops.SWAP_IN))
+    if out != back or any(count != 1 for count in out.values()):
+        raise VerifyError(f"after {after}: swap_out of slots {sorted(out.elements())}, swap_in of {sorted(back.elements())}")
+    for node in halves.crossing():
+        if isinstance(plan.decision(node.name), Swap) and node.name not in _output_names(halves):
+            _fail(halves.forward, node, after, "is planned to be swapped, but crosses as it is")
+
+
+def _output_names(halves: Halves) -> set[str]:
+    return {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
+
+
+def _not_read_after_swap_out(halves: Halves, plan: Plan, after: str) -> None:
+    order = positions(halves.forward.graph)
+    order[halves.forward.graph.output_node()] = -1
+    for node in halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT):
+        reader = last_user(node.args[0], order)
+        if order[reader] > order[node]:
+            _fail(halves.forward, reader, after, f"reads {node.args[0]} after {node.name} has sent it away")
+
+
+# --- after insert_gradient_offload ----------------------------------------------------------------------------
+
+
+def _gradients_leave_once(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    gm = halves.backward
+    left = Counter(n.args[1] for n in gm.graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD))
+    for place, parameter in halves.gradients.items():
+        if parameter.trainable and left[parameter.slot] != 1:
+            raise VerifyError(
+                f"after {after}: the gradient of {parameter.name} reaches {left[parameter.slot]} offload_grad nodes; "
+                "expected exactly one"
+            )
+        if parameter.trainable and outputs_of(gm)[place] is not None:
+            raise VerifyError(f"after {after}: the backward still returns the gradient of {parameter.name}")
+
+
+def _no_use_after_offload(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    order = positions(halves.backward.graph)
+    gone = {n.args[1]: n for n in halves.backward.graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD)}
+    for node in halves.backward.graph.find_nodes(op="call_function", target=ops.FETCH):
+        offload = gone.get(node.args[1])
+        if offload is not None and order[last_user(node, order)] > order[offload]:
+            reader = last_user(node, order)
+            _fail(halves.backward, reader, after, f"reads the parameter of {node.name} after {offload.name} updated it")
+
+
+# --- after schedule -------------------------------------------------------------------------------------------
+
+
+def _within_budget(halves: Halves, plan: Plan, after: str) -> None:
+    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
+    held = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
+    for name, gm in halves.graphs():
+        peak = peak_bytes(gm, resident=resident, shells=halves.parameters)
+        if peak.bytes + held > plan.device_memory_bytes:
+            raise VerifyError(
+                f"after {after}: the {name} graph needs {peak.bytes + held} bytes of device memory at {peak.node}; "
+                f"the budget is {plan.device_memory_bytes}"
+            )
+
+
+Check = Callable[[Halves, Plan, str], None]
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "partition": (_lints, _hands_over, _reads_the_same, _never_replays),
+    "insert_recompute": (_saves_the_plan,),
+    "insert_fetches": (_only_fetch_reads_shells, _starts_are_waited_for),
+    "insert_swaps": (_swaps_pair_up, _not_read_after_swap_out),
+    "insert_gradient_offload": (_gradients_leave_once, _no_use_after_offload),
+    "schedule": (_within_budget,),
+}
+ORDER = tuple(CHECKS)

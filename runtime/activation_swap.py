@@ -1,0 +1,257 @@
+"""activation_swap: ``swap_out`` and ``swap_in``.
+
+Guarantees: ``swap_out`` and ``swap_in`` return at once. A swapped-out tensor is held only until its bytes have left;
+its place in host memory or in the store is free again as soon as it is back, or when its handle dies without that
+(a forward whose backward never ran). A handle is good for one ``swap_in``.
+
+Assumes: the handle's storage offset is left alone: it is the key by which the tensor is found again, and survives
+autograd's saving and unpacking of the handle.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from lohan_fx import ops
+from lohan_fx.errors import StepError
+from lohan_fx.plan import Tier
+from lohan_fx.runtime.arrival import Arrival
+from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.host_arena import HostArena, Region
+from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
+from lohan_fx.runtime.parameter_stream import wait_for
+
+
+@dataclass
+class _Swapped:
+    """A tensor that is away: what it looked like and where its bytes are."""
+
+    label: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    dense: bool
+    left: Arrival
+    region: Region | None = None
+    extent: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ActivationSwap:
+    """Sends activations away and brings them back."""
+
+    def __init__(self, machine: Machine, arena: HostArena) -> None:
+        self._machine = machine
+        self._arena = arena
+        self._away: dict[int, _Swapped] = {}
+        self._keys = itertools.count(1)
+        self._extents = itertools.count()
+        self._free_extents: defaultdict[int, list[str]] = defaultdict(list)
+
+    def prepare(self, sizes_bytes: list[int]) -> None:
+        """Preallocate places in the store for swaps of these sizes, so that a step finds them there."""
+        wanted: dict[int, int] = defaultdict(int)
+        for nbytes in sizes_bytes:
+            wanted[nbytes] += 1
+        fresh: dict[str, int] = {}
+        for nbytes, count in wanted.items():
+            for _ in range(count - len(self._free_extents[nbytes])):
+                name = f"activation:{next(self._extents)}"
+                fresh[name] = nbytes
+        self._machine.store.allocate(fresh)
+        for name, nbytes in fresh.items():
+            self._free_extents[nbytes].append(name)
+
+    @property
+    def away(self) -> int:
+        """How many tensors are away."""
+        return len(self._away)
+
+    def swap_out(self, x: torch.Tensor, tier: str) -> torch.Tensor:
+        """Start moving ``x`` to ``tier`` ("host" or "nvme"; to NVMe where host memory is full); returns the handle."""
+        machine = self._machine
+        key = next(self._keys)
+        dense = _is_dense(x)
+        flat = _flat_bytes(x if dense else x.contiguous())
+        region = self._arena.take(flat.numel()) if tier == Tier.HOST else None
+        pieces = [(0, flat.numel())] if region is not None else machine.pieces(flat.numel())
+        left = Arrival(f"swap_out of {tuple(x.shape)}", len(pieces))
+        away = _Swapped(left.label, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region)
+        if region is None and flat.numel():
+            away.extent = self._extent(flat.numel())
+        self._away[key] = away
+        # Not a view: autograd would save a detached copy of one, and the original's death would abandon the tensor.
+        handle = ops.empty_handle(x.device)
+        handle.set_(handle.untyped_storage(), key, (0,), (1,))
+        weakref.finalize(handle, self._abandon, key)
+        after = machine.link.mark()
+        for offset, nbytes in pieces:
+            source = flat[offset : offset + nbytes]
+            leave = functools.partial(self._leave, away, source, offset, after)
+            machine.d2h.submit(leave, label=left.label)
+        return handle
+
+    def _leave(self, away: _Swapped, source: torch.Tensor, offset: int, after: Moment) -> None:
+        """On the d2h lane: into the host region, or into a staging buffer and from there to the store."""
+        machine = self._machine
+        try:
+            buffer = None if away.region is not None else machine.pool.acquire("swap_out")
+        except BaseException as error:
+            away.left.part_done(error)
+            raise
+        target = away.region.tensor if buffer is None else buffer.tensor[: source.numel()]  # type: ignore[union-attr]
+        try:
+            with machine.timeline.span("d2h", away.label, source.numel()):
+                machine.link.finish(machine.link.copy_out(target, source, after))
+            if buffer is not None:
+                write = functools.partial(self._write, away, buffer, offset, source.numel())
+                machine.ssd.submit(write, priority=SWAP_OUT_PRIORITY, label=away.label)
+        except BaseException as error:
+            if buffer is not None:
+                buffer.release()
+            away.left.part_done(error)
+            raise
+        if buffer is None:
+            away.left.part_done()
+
+    def _write(self, away: _Swapped, buffer: Buffer, offset: int, nbytes: int) -> None:
+        assert away.extent is not None
+        try:
+            self._machine.write(away.extent, offset, buffer.tensor, nbytes)
+        except BaseException as error:
+            away.left.part_done(error)
+            raise
+        else:
+            away.left.part_done()
+        finally:
+            buffer.release()
+
+    def swap_in(self, handle: torch.Tensor) -> torch.Tensor:
+        """Start bringing back what ``handle`` stands for; ``ops.wait`` on the result waits for it."""
+        away = self._away.pop(handle.storage_offset(), None)
+        if away is None:
+            raise StepError(
+                "a swapped activation is asked for a second time: this backward ran before (retain_graph=True?); "
+                "run the forward again for each backward"
+            )
+        machine = self._machine
+        value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)
+        landing = value if away.dense else torch.empty(away.size, dtype=away.dtype, device=machine.device)
+        flat = _flat_bytes(landing)
+        pieces = [(0, away.nbytes)] if away.region is not None else machine.pieces(away.nbytes)
+        back = Arrival(f"swap_in of {tuple(away.size)}", len(pieces))
+        after = machine.link.mark()
+        back.then(functools.partial(self._give_up_place, away))
+        # Reads start only when the writes are done; chained, so that no ssd thread blocks on another one's job.
+        away.left.then(functools.partial(self._return, away, back, flat, pieces, after))
+        ops.expect(value, functools.partial(self._landed, back, value, landing))
+        return value
+
+    def _landed(self, back: Arrival, value: torch.Tensor, landing: torch.Tensor) -> None:
+        wait_for(self._machine, back, value)
+        if landing is not value:
+            value.copy_(landing)
+
+    def _return(
+        self, away: _Swapped, back: Arrival, flat: torch.Tensor, pieces: list[tuple[int, int]], after: Moment
+    ) -> None:
+        machine = self._machine
+        for offset, nbytes in pieces:
+            destination = flat[offset : offset + nbytes]
+            if away.left.error is not None:
+                back.part_done(away.left.error)
+            elif away.region is not None:
+                copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
+                machine.h2d.submit(copy, label=back.label)
+            else:
+                read = functools.partial(self._read, away, back, destination, offset, after)
+                machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
+
+    def _read(self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, after: Moment) -> None:
+        machine = self._machine
+        assert away.extent is not None
+        try:
+            buffer = machine.pool.acquire("swap_in")
+        except BaseException as error:
+            back.part_done(error)
+            raise
+        nbytes = destination.numel()
+        try:
+            machine.read(away.extent, offset, buffer.tensor, nbytes)
+            copy = functools.partial(self._copy_in, back, destination, buffer.tensor[:nbytes], after, buffer.release)
+            machine.h2d.submit(copy, label=back.label)
+        except BaseException as error:
+            buffer.release()
+            back.part_done(error)
+            raise
+
+    def _copy_in(
+        self,
+        back: Arrival,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        after: Moment,
+        release: Callable[[], None] | None,
+    ) -> None:
+        machine = self._machine
+        moment: Moment = None
+        problem: BaseException | None = None
+        try:
+            with machine.timeline.span("h2d", back.label, source.numel()):
+                moment = machine.link.copy_in(destination, source, after)
+                machine.link.finish(moment)
+        except BaseException as error:
+            problem = error
+            raise
+        finally:
+            if release is not None:
+                release()
+            back.part_done(problem, moment)
+
+    def _abandon(self, key: int) -> None:
+        """The handle died. If nobody fetched the tensor back, its place is given up once its bytes have settled."""
+        away = self._away.pop(key, None)
+        if away is not None:
+            away.left.then(functools.partial(self._give_up_place, away))
+
+    def _give_up_place(self, away: _Swapped) -> None:
+        with away.lock:
+            region, away.region = away.region, None
+            extent, away.extent = away.extent, None
+        if region is not None:
+            self._arena.give_back(region)
+        if extent is not None:
+            self._free_extents[away.nbytes].append(extent)
+
+    def _extent(self, nbytes: int) -> str:
+        if not self._free_extents[nbytes]:
+            self.prepare([nbytes])
+        return self._free_extents[nbytes].pop()
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` fill one stretch of memory without holes or overlaps."""
+    expected = 1
+    for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as 1-D uint8."""
+    if x.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,68 @@
+"""Arrival: many small transfers that somebody waits for as one.
+
+Guarantees: settled once all parts are done or one has failed *and* the rest are done, so that nobody reuses memory
+that a late part still writes. ``wait`` raises the first failure, the same exception object, and always has a
+timeout that names what was waited for. Callbacks run on the thread that settled it.
+
+Assumes: every part reports exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from lohan_fx.errors import LaneTimeout
+from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+
+
+class Arrival:
+    """``parts`` transfers under one ``label``."""
+
+    def __init__(self, label: str, parts: int) -> None:
+        self.label = label
+        self.moment: Moment = None
+        self._parts = parts
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        if parts == 0:
+            self._done.set()
+
+    def part_done(self, error: BaseException | None = None, moment: Moment = None) -> None:
+        """One part is there, or failed with ``error``. ``moment``: when its copy completes on its stream."""
+        with self._lock:
+            self._parts -= 1
+            self._error = self._error or error
+            # Parts of one arrival are copied by one stream in order, so the last one's moment covers all.
+            self.moment = moment if moment is not None else self.moment
+            if self._parts:
+                return
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """``call()`` once settled, here and now if that has happened."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(call)
+                return
+        call()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return once everything is there; raises the first failure, or ``LaneTimeout``."""
+        if not self._done.wait(timeout_s):
+            raise LaneTimeout(f"waited {timeout_s:g} s for {self.label}: {self._parts} transfers are still under way")
+        if self._error is not None:
+            raise self._error

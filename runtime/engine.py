@@ -1,0 +1,245 @@
+"""engine: the runtime of one compiled model: executes the ops, keeps the states, and guards the order of steps.
+
+Guarantees: between ``step`` and the next forward everything is in place. An error on any lane surfaces at the node
+that waits for it, or at ``step``. ``close`` ends all threads, and removes the files unless told otherwise.
+
+Assumes: forwards, backwards and ``step`` are called one after the other (by one thread, as in any training loop).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lohan_fx import ops
+from lohan_fx.errors import StepError
+from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.runtime.activation_swap import ActivationSwap
+from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.device_link import link_to
+from lohan_fx.runtime.host_arena import HostArena
+from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.micro_batches import MicroBatches
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer, Purpose
+from lohan_fx.runtime.parameter_stream import ParameterStream
+from lohan_fx.runtime.slots import ParameterSlot, Residency
+from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.states import States
+from lohan_fx.runtime.timeline import Timeline
+
+SSD_THREADS = 3
+
+Options = Callable[[int], AdamOptions]
+"""slot -> the hyper-parameters of its update now."""
+
+
+class Engine:
+    """Executes the ``lohan`` ops of one model. Made by ``compile``; set up by the first plan (``configure``)."""
+
+    def __init__(self, slots: Sequence[ParameterSlot], store: NvmeStore, device: torch.device) -> None:
+        self.slots = {slot.slot: slot for slot in slots}
+        self.store = store
+        self.device = device
+        self.timeline = Timeline()
+        self.residency = {slot: Residency() for slot in self.slots}
+        self.micro_batches = MicroBatches()
+        self.states = States(store, self.slots, self.residency)
+        self.options: Options | None = None
+        self._activation_slots: list[int] = []
+        self._applying = False
+        self._machine: Machine | None = None
+        self._closed = False
+        ops.bind(self.slots, self)
+
+    # --- setting up -------------------------------------------------------------------------------------------
+
+    def configure(self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int]) -> None:
+        """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
+
+        The first plan fixes the staging buffers; a later one (another input shape) only adds places.
+        """
+        if self._machine is None:
+            self._set_up(plan)
+        ops.bind(activation_slots, self)
+        self._activation_slots.extend(activation_slots)
+        self._swap.prepare(sorted(swap_sizes_bytes))
+        self.states.apply_homes(plan, self.device)
+
+    def _set_up(self, plan: Plan) -> None:
+        windows = plan.windows
+        arena_bytes = sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
+        pool = HostPool(
+            {
+                "fetch": Reservation(windows.io_buffers, windows.io_bytes),
+                "swap_in": Reservation(windows.io_buffers, windows.io_bytes),
+                "swap_out": Reservation(windows.io_buffers, windows.io_bytes),
+                "gradients": Reservation(windows.optimizer_buffers, 4 * windows.chunk_elements),
+                "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
+                "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
+            },
+            pin=self.device.type == "cuda",
+        )
+        # A lane's copies and Adam's arithmetic use one thread each: the compute threads keep the cores.
+        one_thread = functools.partial(torch.set_num_threads, 1)
+        self._machine = Machine(
+            store=self.store,
+            pool=pool,
+            link=link_to(self.device),
+            timeline=self.timeline,
+            ssd=Lane("ssd", threads=SSD_THREADS, initializer=one_thread),
+            h2d=Lane("h2d", initializer=one_thread),
+            d2h=Lane("d2h", initializer=one_thread),
+            cpu=Lane("cpu", initializer=one_thread),
+            io_bytes=windows.io_bytes,
+        )
+        self._stream = ParameterStream(self._machine, self.slots, self.residency)
+        self._swap = ActivationSwap(self._machine, HostArena(pool.acquire("activations") if arena_bytes else None))
+        self._optimizer = OutOfCoreOptimizer(
+            self._machine,
+            self.slots,
+            self.residency,
+            chunk_elements=windows.chunk_elements,
+            window_bytes=windows.gradient_bytes,
+        )
+
+    def close(self, *, remove: bool = True) -> None:
+        """End the threads, free the memory, close the store and remove its files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        ops.unbind([*self.slots, *self._activation_slots])
+        try:
+            if self._machine is not None:
+                self._machine.close()
+        finally:
+            self.store.close(remove=remove)
+
+    # --- the ops ----------------------------------------------------------------------------------------------
+
+    def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
+        del shell
+        return self._stream.fetch(slot)
+
+    def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
+        del slot
+        return self._swap.swap_out(x, tier)
+
+    def swap_in(self, handle: torch.Tensor, slot: int) -> torch.Tensor:
+        del slot
+        return self._swap.swap_in(handle)
+
+    def offload_grad(self, g: torch.Tensor, slot: int) -> None:
+        if self._applying:
+            assert self.options is not None
+            self.micro_batches.gradient_applied()
+            self._optimizer.offer(slot, g, Purpose.APPLY, self.options(slot))
+        else:
+            self.states.make_room_to_hold(slot)
+            self._optimizer.offer(slot, g, Purpose.HOLD, None)
+
+    # --- the order of a step ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, *, training: bool) -> Iterator[None]:
+        """Around a forward graph."""
+        self.micro_batches.forward_begins()
+        with self._on_the_clock("forward"):
+            yield
+        if training:
+            self.micro_batches.forward_opens()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward graph."""
+        if self.options is None:
+            raise StepError(
+                "backward was called before there is an optimizer for the offloaded parameters: create "
+                "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
+            )
+        self._applying = self.micro_batches.backward_begins()
+        if self.holds_gradients():
+            # What is held may be on its way to NVMe; this backward's gradients are added to it.
+            self._optimizer.barrier()
+        try:
+            with self._on_the_clock("backward"):
+                yield
+        except BaseException as error:
+            self.micro_batches.backward_failed(error)
+            raise
+        finally:
+            self._applying = False
+            self.micro_batches.forward_closes()
+        self.micro_batches.backward_ends()
+
+    @contextmanager
+    def _on_the_clock(self, label: str) -> Iterator[None]:
+        """Count the block as work of the compute lane, without the time it waited for other lanes."""
+        start_s, stalled_s = time.perf_counter(), self.timeline.stall_s
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            self.timeline.record("compute", label, start_s, end_s, idle_s=self.timeline.stall_s - stalled_s)
+
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that ``step`` has not counted yet."""
+        return self.micro_batches.backwards > 0
+
+    def step(self, updates: Callable[[int], bool]) -> None:
+        """Finish the step: apply what is held of the slots for which ``updates``, and wait until all is in place."""
+        self.micro_batches.refuse_if_torn()
+        assert self.options is not None
+        if self._machine is None:
+            return
+        if not self.micro_batches.applied:
+            self._optimizer.barrier()
+            for slot, resident in self.residency.items():
+                if resident.contributions and updates(slot):
+                    self._optimizer.apply_held(slot, self.options(slot))
+        try:
+            self._optimizer.barrier()
+        except BaseException as error:
+            self.micro_batches.gradient_applied()
+            self.micro_batches.backward_failed(error)
+            raise
+        self.states.forget_held()
+        self.micro_batches.step_ends()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that are held."""
+        self.micro_batches.gradients_dropped()
+        if self._machine is not None:
+            self._optimizer.barrier()
+        self.states.forget_held()
+
+    def settle(self) -> None:
+        """Before states are read or written from outside: nothing may be under way."""
+        if self._machine is not None and self.micro_batches.backwards == 0:
+            self._machine.d2h.drain()
+            self._machine.cpu.drain()
+            self._machine.ssd.drain()
+        elif self._machine is not None:
+            self._optimizer.barrier()
+
+    def restored(self) -> None:
+        """Parameters or states were loaded from outside; a torn step is forgotten."""
+        if self._machine is not None:
+            self._optimizer.settle()
+        self.states.forget_held()
+        self.micro_batches.states_restored()
+
+    def swapped_out(self) -> int:
+        """Activations that are away now (0 between steps)."""
+        return self._swap.away if self._machine is not None else 0
+
+
+def slots_by_name(slots: Mapping[int, ParameterSlot]) -> dict[str, ParameterSlot]:
+    """The slots by the parameter's name in the model."""
+    return {slot.name: slot for slot in slots.values()}

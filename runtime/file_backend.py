@@ -1,0 +1,146 @@
+"""The operating-system calls of the NVMe store: files, the lock on a directory, the mount table.
+
+``FileBackend`` is where tests inject faults; ``PosixBackend`` is the real one. Neither retries nor interprets: a
+short count is returned and an ``OSError`` raised as the system gave it, and the store decides.
+
+Guarantees: two holders of ``lock_directory`` never coexist on one directory, in one process or several, also when
+lock files are removed meanwhile; a killed holder's lock is free. ``preadv`` and ``pwritev`` release the GIL.
+Assumes: Linux, and a file system whose ``flock`` holds across processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol
+
+from lohan_fx.errors import StoreError
+
+LOCK_NAME = "lohan_fx.lock"
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+class FileBackend(Protocol):
+    """What the store asks of the operating system; every method may raise ``OSError``."""
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        """Create ``path`` (which must not exist) for its owner only and return a descriptor to read and write."""
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read into ``view`` from ``offset``; returns the bytes read, maybe fewer than asked."""
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write ``view`` at ``offset``; returns the bytes written, maybe fewer than asked."""
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give the file disk space for these bytes, which read as zeros until written."""
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Cut the file to ``nbytes``."""
+
+    def fdatasync(self, fd: int) -> None:
+        """Return when everything written is on the drive."""
+
+    def close(self, fd: int) -> None:
+        """Close the descriptor."""
+
+    def free_bytes(self, directory: Path) -> int:
+        """Disk space this process may still take in ``directory``."""
+
+
+class PosixBackend:
+    """``FileBackend`` on real files."""
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        # O_EXCL also refuses a symbolic link, so nothing outside the directory is ever opened.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        return os.open(path, flags, 0o600)
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.preadv(fd, [view], offset)
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [view], offset)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        status = os.statvfs(directory)
+        return status.f_bavail * status.f_frsize
+
+
+def lock_directory(directory: Path) -> int:
+    """Lock ``directory`` for this store and return the descriptor that holds the lock.
+
+    Raises ``StoreError`` with the holder's process id if it is taken.
+    """
+    path = directory / LOCK_NAME
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between our open and flock the last holder may have removed the file: then we hold a lock that nobody
+            # else will meet, and the file of that name, if any, is another's. Only the lock on the named file counts.
+            if _is_named(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                return fd
+        except BlockingIOError as error:
+            holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
+            os.close(fd)
+            raise StoreError(
+                f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "
+                "close that store or end that process, or give this run another directory"
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def unlock_directory(directory: Path, fd: int) -> None:
+    """Remove the lock file and give the lock back."""
+    # Removed while still locked: a later lock_directory then sees that its file lost its name.
+    (directory / LOCK_NAME).unlink(missing_ok=True)
+    # Explicit, because a forked child may hold a copy of the descriptor, which would keep the lock.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def file_system_type(directory: Path, mounts: str) -> str:
+    """The type (``ext4``, ``tmpfs``) of the file system of ``directory``; ``mounts`` is the text of /proc/mounts."""
+    resolved = directory.resolve()
+    found, found_depth = "unknown", -1
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        # The kernel writes blanks in paths as octal escapes.
+        mount_point = Path(fields[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\"))
+        # >=, because a later mount on the same point hides the earlier one.
+        if resolved.is_relative_to(mount_point) and len(mount_point.parts) >= found_depth:
+            found, found_depth = fields[2], len(mount_point.parts)
+    return found
+
+
+def is_memory_backed(directory: Path) -> bool:
+    """Whether files in ``directory`` take RAM instead of a drive."""
+    return file_system_type(directory, Path("/proc/mounts").read_text()) in MEMORY_FILE_SYSTEMS
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,53 @@
+"""host_arena: places of any size in one fixed stretch of host memory, for activations swapped to RAM.
+
+Guarantees: never more than ``nbytes``; ``take`` never blocks (None where nothing is large enough); a region handed
+back is merged with its neighbours. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from lohan_fx.runtime.host_pool import Buffer, page_padded_bytes
+
+
+@dataclass(frozen=True)
+class Region:
+    """A place: ``tensor`` is its memory, uint8, of the size asked for."""
+
+    offset: int
+    padded_bytes: int
+    tensor: torch.Tensor
+
+
+class HostArena:
+    """First fit over the memory of ``buffer`` (None: an arena of nothing)."""
+
+    def __init__(self, buffer: Buffer | None) -> None:
+        self._memory = None if buffer is None else buffer.tensor
+        self._lock = threading.Lock()
+        self._holes: list[tuple[int, int]] = [] if self._memory is None else [(0, self._memory.numel())]
+
+    def take(self, nbytes: int) -> Region | None:
+        """A place of ``nbytes``, or None."""
+        wanted = page_padded_bytes(nbytes)
+        with self._lock:
+            for index, (offset, size) in enumerate(self._holes):
+                if size >= wanted and self._memory is not None:
+                    self._holes[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
+                    return Region(offset, wanted, self._memory[offset : offset + nbytes])
+        return None
+
+    def give_back(self, region: Region) -> None:
+        """Free ``region`` again."""
+        with self._lock:
+            holes: list[tuple[int, int]] = []
+            for offset, size in sorted([*self._holes, (region.offset, region.padded_bytes)]):
+                if holes and sum(holes[-1]) == offset:
+                    holes[-1] = (holes[-1][0], holes[-1][1] + size)
+                else:
+                    holes.append((offset, size))
+            self._holes = holes

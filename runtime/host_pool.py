@@ -1,0 +1,250 @@
+"""Host memory: one page-aligned region, cut into fixed reservations per purpose.
+
+Guarantees:
+- The region never grows, and a purpose never takes another's buffers: what one lane holds cannot starve another
+  (no deadlock across purposes), and memory cannot exceed ``nbytes``.
+- Without ``pin``, resident memory grows only as buffers are written; the buffer released last is handed out first,
+  so one that was never needed never becomes resident. ``pin`` makes all of it resident at once.
+- After ``close`` the pages are back with the system even if a tensor still views them. Such a tensor reads zeros
+  and does not crash: the addresses stay mapped until the last view is gone.
+
+Assumes: no transfer is in flight on a buffer that is released, nor on any when ``close`` is called (drain the lanes
+first). Waiters of one purpose are not served in order. A forked child does not touch the region: it is not mapped
+there, since a fork during a direct read could otherwise leave the data in the wrong process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lohan_fx.errors import LaneTimeout, LohanError
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+
+PAGE_BYTES = 4096
+"""What O_DIRECT wants of addresses, offsets and sizes; also the size of a page where we run."""
+
+
+def page_padded_bytes(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """``count`` buffers of ``bytes_each`` bytes; each takes whole pages."""
+
+    count: int
+    bytes_each: int
+
+
+@dataclass
+class _Shelf:
+    """The buffers of one purpose: ``free`` holds the indices of those not handed out, the next one last."""
+
+    offset_bytes: int
+    bytes_each: int
+    count: int
+    free: list[int]
+    peak: int = 0
+
+    @property
+    def in_use(self) -> int:
+        return self.count - len(self.free)
+
+
+class Buffer:
+    """A buffer of the pool, the holder's alone until ``release``; leaving a ``with`` block releases it."""
+
+    def __init__(self, pool: HostPool, purpose: str, index: int, tensor: torch.Tensor) -> None:
+        self.purpose = purpose
+        self._pool = pool
+        self._index = index
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """1-D uint8 view of the buffer's whole pages. Raises ``LohanError`` after ``release``."""
+        if self._tensor is None:
+            raise LohanError(f"this {self.purpose!r} buffer was released and may be another's now; acquire one anew")
+        return self._tensor
+
+    def release(self) -> None:
+        """Hand the buffer back; views taken of it must not be used any more. Raises ``LohanError`` if done twice."""
+        self._pool._take_back(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class HostPool:
+    """The host memory of a run. ``reservations`` maps each purpose to the buffers it may ever hold at once."""
+
+    def __init__(self, reservations: Mapping[str, Reservation], *, pin: bool = False) -> None:
+        if pin and not torch.cuda.is_available():
+            raise ValueError("HostPool: asked to pin memory, found no CUDA device; pass pin=False")
+        self._shelves, self._nbytes = _lay_out(reservations)
+        self._changed = threading.Condition()
+        self._pinned = pin
+        self._region: mmap.mmap | None = _map_region(self._nbytes)
+        if pin:
+            _pin(self._region)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the region: the most this pool will ever keep resident."""
+        return self._nbytes
+
+    def acquire(self, purpose: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Buffer:
+        """A buffer, waiting for a release if all are out.
+
+        Raises ``LaneTimeout`` if none is released in time, ``LohanError`` if the pool is closed, and ``ValueError``
+        for a purpose that has no reservation or one of 0 buffers.
+        """
+        shelf = self._shelf(purpose)
+        if shelf.count == 0:
+            raise ValueError(f"acquire({purpose!r}): its reservation holds 0 buffers; reserve at least 1")
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(shelf.free) or self._region is None, timeout_s):
+                raise LaneTimeout(
+                    f"waited {timeout_s:g} s for a {purpose!r} host buffer: all {shelf.count} of {shelf.bytes_each} "
+                    "bytes are in use; release them, reserve more, or allow a longer timeout"
+                )
+            return self._hand_out(purpose, shelf)
+
+    def try_acquire(self, purpose: str) -> Buffer | None:
+        """A buffer if one is free now, else None. Raises as ``acquire`` does, except for waiting."""
+        shelf = self._shelf(purpose)
+        with self._changed:
+            return self._hand_out(purpose, shelf) if shelf.free or self._region is None else None
+
+    def in_use(self, purpose: str) -> int:
+        """Buffers of ``purpose`` that are out now."""
+        with self._changed:
+            return self._shelf(purpose).in_use
+
+    def peak_in_use(self, purpose: str) -> int:
+        """The most buffers of ``purpose`` that were ever out at once."""
+        with self._changed:
+            return self._shelf(purpose).peak
+
+    def close(self, *, force: bool = False) -> None:
+        """Give the memory back; waiters in ``acquire`` get ``LohanError``. Idempotent.
+
+        Raises ``LohanError`` and changes nothing if buffers are out, unless ``force``: then their tensors read zeros
+        from here on.
+        """
+        with self._changed:
+            if self._region is None:
+                return
+            out = {purpose: shelf.in_use for purpose, shelf in self._shelves.items() if shelf.in_use}
+            if out and not force:
+                raise LohanError(f"HostPool.close: buffers are still out: {out}; release them or pass force=True")
+            region, self._region = self._region, None
+            self._changed.notify_all()
+        if self._pinned:
+            _unpin(region)
+        # Never region.close(): torch.frombuffer keeps the mmap object but no buffer export, so that would unmap
+        # under live tensors. The pages go now, the addresses when the last reference (often ours) does.
+        region.madvise(mmap.MADV_DONTNEED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # After an error buffers are likely out; refusing would hide what went wrong.
+        self.close(force=error is not None)
+
+    def _shelf(self, purpose: str) -> _Shelf:
+        if purpose not in self._shelves:
+            raise ValueError(f"no host memory is reserved for {purpose!r}; the purposes are {sorted(self._shelves)}")
+        return self._shelves[purpose]
+
+    def _hand_out(self, purpose: str, shelf: _Shelf) -> Buffer:
+        if self._region is None:
+            raise LohanError(f"cannot acquire a {purpose!r} buffer: the host pool is closed")
+        index = shelf.free.pop()
+        shelf.peak = max(shelf.peak, shelf.in_use)
+        tensor = torch.frombuffer(
+            self._region,
+            dtype=torch.uint8,
+            count=shelf.bytes_each,
+            offset=shelf.offset_bytes + index * shelf.bytes_each,
+        )
+        return Buffer(self, purpose, index, tensor)
+
+    def _take_back(self, buffer: Buffer) -> None:
+        with self._changed:
+            if buffer._tensor is None:
+                raise LohanError(f"this {buffer.purpose!r} buffer was released before; release each buffer once")
+            buffer._tensor = None
+            self._shelves[buffer.purpose].free.append(buffer._index)
+            self._changed.notify_all()
+
+
+def _lay_out(reservations: Mapping[str, Reservation]) -> tuple[dict[str, _Shelf], int]:
+    """The shelves, one after the other, and the bytes of all."""
+    shelves: dict[str, _Shelf] = {}
+    end_bytes = 0
+    for purpose, reservation in reservations.items():
+        count, bytes_each = reservation.count, page_padded_bytes(reservation.bytes_each)
+        if count < 0 or reservation.bytes_each < 0 or (count > 0 and bytes_each == 0):
+            raise ValueError(
+                f"reservation for {purpose!r}: {count} buffers of {reservation.bytes_each} bytes; "
+                "use a count of at least 0 and at least 1 byte each"
+            )
+        # Highest index first: pop() hands out index 0 first.
+        shelves[purpose] = _Shelf(end_bytes, bytes_each, count, free=list(range(count))[::-1])
+        end_bytes += count * bytes_each
+    return shelves, end_bytes
+
+
+def _map_region(nbytes: int) -> mmap.mmap:
+    """Private anonymous memory, not inherited by forks. Private, because DONTNEED does not free shared memory."""
+    try:
+        region = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise LohanError(
+            f"HostPool: the system refused to map {nbytes} bytes: {error.strerror}; "
+            "lower the host memory budget or raise the process's limit (ulimit -v, vm.overcommit_memory)"
+        ) from error
+    region.madvise(mmap.MADV_DONTFORK)
+    return region
+
+
+def _address(region: mmap.mmap) -> int:
+    return torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+
+
+def _pin(region: mmap.mmap) -> None:
+    cudart: Any = torch.cuda.cudart()
+    portable = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as torch's own pin_memory does
+    status = int(cudart.cudaHostRegister(_address(region), len(region), portable))
+    if status != 0:
+        raise LohanError(
+            f"HostPool: cudaHostRegister of {len(region)} bytes failed with CUDA error {status}; "
+            "lower the host memory budget, or pass pin=False at the cost of slower, blocking transfers"
+        )
+
+
+def _unpin(region: mmap.mmap) -> None:
+    cudart: Any = torch.cuda.cudart()
+    status = int(cudart.cudaHostUnregister(_address(region)))
+    if status != 0:
+        raise LohanError(
+            f"HostPool: cudaHostUnregister failed with CUDA error {status}, perhaps of an earlier asynchronous call; "
+            "run with CUDA_LAUNCH_BLOCKING=1 to find that call"
+        )

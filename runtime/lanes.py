@@ -1,0 +1,259 @@
+"""Lanes: worker threads over one priority queue, and the handles by which others wait for their jobs.
+
+Guarantees:
+- Jobs start lowest priority number first, and in the order of submission within a priority. With one thread they
+  also finish in that order.
+- A job that raises never ends its worker: the exception is raised, the same object, wherever the job is waited for.
+- Every submitted job is settled exactly once: with its value, its exception, or "lane closed". No wait can hang:
+  each has a timeout and its ``LaneTimeout`` names what was waited for.
+- A settled job's callbacks run on the thread that settled it, after waiters have been released. ``drain`` and
+  ``close`` return after the callbacks of the jobs they cover.
+- An idle worker holds no reference to the last job, so a job's tensors die with its caller's references.
+
+Assumes: jobs do not wait for later jobs of the same lane (with one thread that can only time out); the process does
+not fork and use the lane in the child, where the workers do not exist.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+from lohan_fx.errors import LaneTimeout, LohanError
+from lohan_fx.runtime.timeline import Timeline
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Long enough for any one honest job; a caller that waits for a long queue (a whole step) allows more."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Work(Generic[T]):
+    """The result of a submitted job, there or still to come."""
+
+    def __init__(self, *, label: str, lane: str) -> None:
+        self.label = label
+        self.lane = lane
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._started = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Work[T]], object]] = []
+
+    @classmethod
+    def completed(cls, value: T) -> Work[T]:
+        """A result that is there already, for callers that sometimes have nothing to wait for."""
+        work: Work[T] = cls(label="completed", lane="none")
+        work._finish(value)
+        return work
+
+    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
+        """The job's value. Raises the job's exception, or ``LaneTimeout`` if it is late."""
+        if not self._done.wait(timeout_s):
+            state = "running" if self._started else "queued"
+            raise LaneTimeout(
+                f"waited {timeout_s:g} s for {self.label!r} on lane {self.lane!r}: it is still {state}; "
+                "if the machine is only slow, allow a longer timeout, else look at what this lane is doing"
+            )
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        return self._done.is_set()
+
+    def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
+        """Call ``fn(self)`` once settled: on the settling thread, or here and now if that has happened.
+
+        A callback must not block on this work's lane. What it raises is logged, since nobody waits for it.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(fn)
+                return
+        self._call(fn)
+
+    def _finish(self, value: T) -> None:
+        self._value = value
+        self._settle()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._settle()
+
+    def _settle(self) -> None:
+        # Under the lock a callback is either in the list taken here, or its adder sees the event set: never lost.
+        with self._lock:
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for fn in callbacks:
+            self._call(fn)
+
+    def _call(self, fn: Callable[[Work[T]], object]) -> None:
+        try:
+            fn(self)
+        except Exception:
+            _LOG.exception("a done-callback of %r on lane %r failed", self.label, self.lane)
+
+
+@dataclass(order=True)
+class _Job:
+    priority: int
+    sequence: int
+    fn: Callable[[], Any] = field(compare=False)
+    nbytes: int = field(compare=False)
+    work: Work[Any] = field(compare=False)
+
+
+class Lane:
+    """Worker threads named ``lohan-<name>-<i>`` that serve one queue.
+
+    ``initializer`` runs first in each worker (``torch.set_num_threads`` for Adam); if it raises, so does this
+    constructor. Every job's time, and the bytes of those that succeeded, go to ``timeline`` under ``name``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int = 1,
+        timeline: Timeline | None = None,
+        initializer: Callable[[], None] | None = None,
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"lane {name!r}: asked for {threads} threads; a lane needs at least 1")
+        self.name = name
+        self._timeline = timeline
+        self._initializer = initializer
+        self._changed = threading.Condition()
+        self._queue: list[_Job] = []
+        self._sequence = itertools.count()
+        self._running: list[str] = []
+        self._closed = False
+        starts: list[Work[None]] = [Work(label=f"start of worker {i}", lane=name) for i in range(threads)]
+        # Daemons, so that a worker stuck in a device or disk call cannot hold up the interpreter's exit.
+        self._threads = [
+            threading.Thread(target=self._serve, args=(started,), name=f"lohan-{name}-{i}", daemon=True)
+            for i, started in enumerate(starts)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for started in starts:
+                started.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, fn: Callable[[], T], *, priority: int = 0, label: str = "", nbytes: int = 0) -> Work[T]:
+        """Queue ``fn``; ``label`` names it in errors and the timeline, ``nbytes`` is what it will have moved.
+
+        Raises ``LohanError`` once the lane is closed.
+        """
+        work: Work[T] = Work(label=label, lane=self.name)
+        with self._changed:
+            if self._closed:
+                raise LohanError(f"lane {self.name!r} is closed: cannot submit {label!r}; submit before close()")
+            heapq.heappush(self._queue, _Job(priority, next(self._sequence), fn, nbytes, work))
+            self._changed.notify_all()
+        return work
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until nothing is queued or running; jobs submitted meanwhile are waited for too.
+
+        Failed jobs count as done: their exceptions belong to those who wait for them.
+        """
+        self._refuse_own_worker("drain")
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s):
+                raise LaneTimeout(
+                    f"waited {timeout_s:g} s for lane {self.name!r} to drain: {self._running} still running and "
+                    f"{len(self._queue)} queued; allow a longer timeout or look at the running jobs"
+                )
+
+    def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Let running jobs finish, fail queued ones with ``LohanError``, and join the workers. Idempotent."""
+        self._refuse_own_worker("close")
+        with self._changed:
+            self._closed = True
+            queued, self._queue = sorted(self._queue), []
+            self._changed.notify_all()
+        for job in queued:
+            job.work._fail(LohanError(f"lane closed: {job.work.label!r} was still queued on lane {self.name!r}"))
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            raise LaneTimeout(
+                f"waited {timeout_s:g} s for lane {self.name!r} to close: {self._running} still running; "
+                "call close() again to keep waiting; the worker is a daemon and cannot block exit"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refuse_own_worker(self, asked: str) -> None:
+        if threading.current_thread() in self._threads:
+            raise LohanError(f"{asked}() of lane {self.name!r} was called by one of its own jobs, which cannot end")
+
+    def _serve(self, started: Work[None]) -> None:
+        try:
+            if self._initializer is not None:
+                self._initializer()
+        except BaseException as error:
+            started._fail(error)
+            return
+        started._finish(None)
+        while (job := self._next_job()) is not None:
+            self._run(job)
+            # While this worker sleeps in _next_job, ``job`` would keep the closure's tensors alive.
+            del job
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            # No timeout: this is the idle state of a daemon, and close() always wakes it.
+            self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+            if not self._queue:
+                return None
+            job = heapq.heappop(self._queue)
+            # Marked in the same critical section that takes it from the queue, so drain never sees neither.
+            self._running.append(job.work.label)
+            job.work._started = True
+            return job
+
+    def _run(self, job: _Job) -> None:
+        start_s = time.perf_counter()
+        try:
+            value = job.fn()
+        except BaseException as error:  # also SystemExit: it belongs to the waiter, and a worker must survive it
+            self._record(job, start_s, moved_bytes=0)
+            error.add_note(f"raised by job {job.work.label!r} on lane {self.name!r}")
+            job.work._fail(error)
+        else:
+            self._record(job, start_s, moved_bytes=job.nbytes)
+            job.work._finish(value)
+        finally:
+            with self._changed:
+                self._running.remove(job.work.label)
+                self._changed.notify_all()
+
+    def _record(self, job: _Job, start_s: float, *, moved_bytes: int) -> None:
+        """Before the job is settled, so that whoever waited for it finds it counted."""
+        if self._timeline is not None:
+            self._timeline.record(self.name, job.work.label, start_s, time.perf_counter(), moved_bytes)

@@ -1,0 +1,58 @@
+"""What all parts of the runtime of one model share: lanes, host memory, the store, the device and the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lohan_fx.runtime.device_link import DeviceLink
+from lohan_fx.runtime.host_pool import HostPool
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.timeline import Timeline
+
+# GPU-critical reads go before optimizer I/O (mechanisms c3.11); what frees device memory goes between.
+FETCH_PRIORITY = 0
+SWAP_OUT_PRIORITY = 1
+STATE_READ_PRIORITY = 2
+STATE_WRITE_PRIORITY = 3
+
+
+@dataclass
+class Machine:
+    """The resources of one compiled model."""
+
+    store: NvmeStore
+    pool: HostPool
+    link: DeviceLink
+    timeline: Timeline
+    ssd: Lane
+    h2d: Lane
+    d2h: Lane
+    cpu: Lane
+    io_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.link.device
+
+    def read(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+        """``store.read``, on the clock of the ssd lane."""
+        with self.timeline.span("ssd", f"read {extent}", nbytes):
+            self.store.read(extent, offset, buffer, nbytes)
+
+    def write(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+        """``store.write``, on the clock of the ssd lane."""
+        with self.timeline.span("ssd", f"write {extent}", nbytes):
+            self.store.write(extent, offset, buffer, nbytes)
+
+    def pieces(self, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the transfers that ``nbytes`` are cut into."""
+        return [(start, min(self.io_bytes, nbytes - start)) for start in range(0, nbytes, self.io_bytes)]
+
+    def close(self) -> None:
+        """End the lanes, then give back host memory."""
+        for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
+            lane.close()
+        self.pool.close(force=True)

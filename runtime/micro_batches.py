@@ -1,0 +1,113 @@
+"""micro_batches: which backward of a step is the last one, and whether the calls come in an order that is exact.
+
+A gradient may be applied inside the backward only if no other gradient of the same step will follow. Nobody tells
+the runtime, so it holds the gradients of the first step until ``step`` is called, counts that step's backwards, and
+expects as many from then on; ``accumulation_steps`` given to the optimizer says it from the start. Fewer than
+expected is exact (what is held is applied in ``step``); more is refused before anything is computed, because the
+parameters have moved on.
+
+Pure bookkeeping: no threads, no tensors.
+"""
+
+from __future__ import annotations
+
+from lohan_fx.errors import StepError
+
+
+class MicroBatches:
+    """Counts forwards and backwards between two steps."""
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        self._backwards = 0
+        self._open_forwards = 0
+        self._applied = False
+        self._applying = False
+        self._torn: str | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether updates of this step ran already, or began to."""
+        return self._applied
+
+    @property
+    def backwards(self) -> int:
+        """Backwards finished since the last step."""
+        return self._backwards
+
+    def forward_begins(self) -> None:
+        """A forward is about to run. Raises ``StepError`` where its gradients could not be added to this step's."""
+        self._refuse_torn()
+        if self._applied:
+            raise StepError(
+                f"a forward was called before optimizer.step(), but this step's update already ran inside its backward "
+                f"number {self._backwards} (the last step had {self.expected}): call optimizer.step() after the last "
+                "backward, or say lohan_fx.AdamW(..., accumulation_steps=n) with the number of backwards per step"
+            )
+
+    def forward_opens(self) -> None:
+        """A training forward ran: its backward is owed."""
+        self._open_forwards += 1
+
+    def forward_closes(self) -> None:
+        """A training forward's backward ran, or its graph was dropped without one."""
+        self._open_forwards -= 1
+
+    def backward_begins(self) -> bool:
+        """A backward starts. Returns whether its gradients are to be applied right away."""
+        self._refuse_torn()
+        if self._applied:
+            raise StepError(
+                "backward was called after this step's update ran inside an earlier backward: call optimizer.step() "
+                "between them, or say lohan_fx.AdamW(..., accumulation_steps=n)"
+            )
+        self._applying = self.expected == self._backwards + 1 and self._open_forwards <= 1
+        return self._applying
+
+    def gradient_applied(self) -> None:
+        """The first gradient of an applying backward went to the optimizer: there is no way back."""
+        self._applied = True
+
+    def backward_ends(self) -> None:
+        self._backwards += 1
+
+    def backward_failed(self, why: BaseException) -> None:
+        """The backward raised. If updates had begun, parameters of two steps are mixed, and nothing may go on."""
+        if self._applied:
+            self._torn = f"{type(why).__name__}: {why}"
+
+    def step_ends(self) -> None:
+        """``optimizer.step()`` is done: learn how many backwards a step has."""
+        if self._backwards:
+            self.expected = self._backwards
+        self._forget_step()
+
+    def gradients_dropped(self) -> None:
+        """``zero_grad``: what is held is forgotten. Raises ``StepError`` if it has been applied already."""
+        if self._applied and not self._torn:
+            raise StepError(
+                "zero_grad() was called between backward and optimizer.step(), but the update already ran inside the "
+                "backward and cannot be taken back: call optimizer.step() first"
+            )
+        if not self._torn:
+            self._forget_step()
+
+    def states_restored(self) -> None:
+        """All parameters and states were written anew: nothing is torn any more."""
+        self._torn = None
+        self._forget_step()
+
+    def refuse_if_torn(self) -> None:
+        self._refuse_torn()
+
+    def _forget_step(self) -> None:
+        self._backwards = 0
+        self._applied = self._applying = False
+
+    def _refuse_torn(self) -> None:
+        if self._torn is not None:
+            raise StepError(
+                f"a backward failed after some parameters had been updated ({self._torn}): the parameters are of two "
+                "different steps. Load a consistent state with model.load_state_dict and optimizer.load_state_dict, "
+                "or compile the model again"
+            )

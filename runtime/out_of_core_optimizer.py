@@ -1,0 +1,295 @@
+"""out_of_core_optimizer: gradients in, updated parameters out, states on NVMe, chunk by chunk.
+
+One chunk's way: gradient to host memory (d2h lane) -> states from the store (ssd) -> update (cpu) -> states and the
+compute-dtype copy to the store (ssd). Reads run ahead of updates as far as there are buffers, and the read of
+chunk i-1 is queued before the write of chunk i (LoHan IV-C; Fuyou 4.3), so that reading, updating and writing of
+neighbouring chunks overlap each other and the backward.
+
+Guarantees: memory is the pool's "optimizer" and "gradients" reservations, whatever the size of a parameter. A
+gradient on the device lives only until its chunks are copied; ``offer`` blocks while more than ``window_bytes`` of
+them wait. ``barrier`` returns once everything offered is in place, or raises the first failure, after which the
+optimizer refuses more work.
+
+Assumes: one gradient per parameter and backward (``verify``); chunks of one parameter come in order; the update of a
+parameter is not offered again before ``barrier``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lohan_fx.errors import LaneTimeout, StepError
+from lohan_fx.runtime import adam
+from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.lanes import Work
+from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
+from lohan_fx.runtime.slots import Chunk, ParameterSlot, Residency
+from lohan_fx.runtime.state_buffer import StateBuffer
+
+BARRIER_TIMEOUT_S = 3600.0
+
+
+class Purpose(enum.Enum):
+    """What an offered gradient is for."""
+
+    HOLD = "hold"
+    """More gradients of this step will come, or might: add it to what is held."""
+    APPLY = "apply"
+    """It is the step's last: update with the sum of it and what is held."""
+
+
+@dataclass
+class _Job:
+    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered."""
+
+    chunk: Chunk
+    purpose: Purpose
+    options: AdamOptions | None
+    adds: bool
+    steps_done: int
+    gradient: Buffer | None = None
+    states: StateBuffer | None = None
+    reads: list[Work[None]] = field(default_factory=list)
+
+
+class OutOfCoreOptimizer:
+    """Applies gradients to the states of all parameters of one model."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        slots: Mapping[int, ParameterSlot],
+        residency: Mapping[int, Residency],
+        *,
+        chunk_elements: int,
+        window_bytes: int,
+    ) -> None:
+        self._machine = machine
+        self._slots = slots
+        self._residency = residency
+        self._chunk_elements = chunk_elements
+        self._window_bytes = window_bytes
+        self._changed = threading.Condition()
+        self._window_used = 0
+        self._unfinished = 0
+        self._arrived: deque[_Job] = deque()
+        self._reading: deque[_Job] = deque()
+        self._error: BaseException | None = None
+
+    # --- from the compute thread ------------------------------------------------------------------------------
+
+    def offer(self, slot: int, gradient: torch.Tensor, purpose: Purpose, options: AdamOptions | None) -> None:
+        """Hand over the gradient of ``slot``; returns once it may leave the device, not once it is applied."""
+        parameter = self._slots[slot]
+        flat = gradient.detach().reshape(-1)
+        nbytes = flat.numel() * flat.element_size()
+        jobs = self._jobs(parameter, purpose, options)
+        with self._changed:
+            self._raise_error()
+            if self._window_used and self._window_used + nbytes > self._window_bytes:
+                with self._machine.timeline.stall(f"gradient window for {parameter.name}"):
+                    self._wait(lambda: not self._window_used or self._window_used + nbytes <= self._window_bytes)
+            self._window_used += nbytes
+            self._unfinished += len(jobs)
+        after = self._machine.link.mark()
+        left = _Countdown(len(jobs), functools.partial(self._free_window, nbytes))
+        for job in jobs:
+            source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
+            leave = functools.partial(self._leave, job, source, after, left)
+            self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
+        if not jobs:
+            self._free_window(nbytes)
+
+    def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[_Job]:
+        resident = self._residency[parameter.slot]
+        adds, steps_done = resident.contributions > 0, resident.updates
+        if purpose is Purpose.APPLY:
+            resident.contributions, resident.updates = 0, resident.updates + 1
+        else:
+            resident.contributions += 1
+        return [_Job(c, purpose, options, adds, steps_done) for c in parameter.chunks(self._chunk_elements)]
+
+    def apply_held(self, slot: int, options: AdamOptions) -> None:
+        """Update ``slot`` with what is held of its gradient."""
+        jobs = self._jobs(self._slots[slot], Purpose.APPLY, options)
+        with self._changed:
+            self._raise_error()
+            self._unfinished += len(jobs)
+        for job in jobs:
+            self._arrive(job)
+
+    def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        """Wait until everything offered so far is in place; raises the first failure."""
+        with self._changed:
+            self._wait(lambda: self._unfinished == 0, timeout_s)
+            self._raise_error()
+
+    def _wait(self, ready: object, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        assert callable(ready)
+        if not self._changed.wait_for(lambda: ready() or self._error is not None, timeout_s):
+            raise LaneTimeout(f"waited {timeout_s:g} s for the optimizer: {self._unfinished} chunks are unfinished")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise StepError(
+                f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
+                "load_state_dict of model and optimizer, or compile again"
+            ) from self._error
+
+    # --- on the d2h lane --------------------------------------------------------------------------------------
+
+    def _leave(self, job: _Job, source: torch.Tensor, after: Moment, left: _Countdown) -> None:
+        machine, label = self._machine, f"gradient of {job.chunk.parameter.name}"
+        try:
+            job.gradient = machine.pool.acquire("gradients")
+            nbytes = source.numel() * source.element_size()
+            with machine.timeline.span("d2h", label, nbytes):
+                target = job.gradient.tensor[:nbytes].view(source.dtype)
+                machine.link.finish(machine.link.copy_out(target, source, after))
+        except BaseException as error:
+            self._finished(job, error)
+            raise
+        finally:
+            left.one_less()
+        self._arrive(job)
+
+    def _arrive(self, job: _Job) -> None:
+        with self._changed:
+            # Reading may start here and now unless older jobs still wait for a buffer: they come first.
+            if self._arrived or not self._start_reading(job):
+                self._arrived.append(job)
+        self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
+
+    # --- on the cpu lane: one call per job, in order ----------------------------------------------------------
+
+    def _advance(self) -> None:
+        try:
+            with self._changed:
+                while self._arrived and self._start_reading(self._arrived[0]):
+                    self._arrived.popleft()
+                job = self._reading.popleft() if self._reading else self._arrived.popleft()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        try:
+            if job.states is None:
+                self._read_into(job, self._machine.pool.acquire("optimizer"))
+            self._process(job)
+        except BaseException as error:
+            self._finished(job, error)
+            raise
+
+    def _start_reading(self, job: _Job) -> bool:
+        """Start the reads of ``job`` if a buffer is free. Called with the lock held, so that jobs stay in order."""
+        buffer = self._machine.pool.try_acquire("optimizer")
+        if buffer is None:
+            return False
+        self._read_into(job, buffer)
+        self._reading.append(job)
+        return True
+
+    def _read_into(self, job: _Job, buffer: Buffer) -> None:
+        machine, chunk = self._machine, job.chunk
+        resident = self._residency[chunk.parameter.slot]
+        job.states = StateBuffer(buffer, chunk, resident, updates=job.purpose is Purpose.APPLY, adds=job.adds)
+        for extent, offset, memory, nbytes in job.states.to_read():
+            read = functools.partial(machine.read, extent, offset, memory, nbytes)
+            job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
+
+    def _process(self, job: _Job) -> None:
+        machine, states = self._machine, job.states
+        assert states is not None
+        _wait_for_all(job.reads)
+        with machine.timeline.span("cpu", f"update of {job.chunk.parameter.name}", job.chunk.elements * 4):
+            gradient = states.sum_gradient(job.gradient)
+            if job.gradient is not None:
+                job.gradient.release()
+                job.gradient = None
+            if job.options is not None and job.purpose is Purpose.APPLY:
+                adam.update(job.options, job.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
+                states.make_compute_copy(machine.link)
+            writes = states.to_write()
+        done = _Countdown(len(writes), functools.partial(self._finished, job, None))
+        for extent, offset, memory, nbytes in writes:
+            write = functools.partial(self._write, done, extent, offset, memory, nbytes)
+            machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {extent}")
+        if not writes:
+            self._finished(job, None)
+
+    def _write(self, done: _Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int) -> None:
+        try:
+            self._machine.write(extent, offset, memory, nbytes)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            done.one_less()
+
+    def _finished(self, job: _Job, error: BaseException | None) -> None:
+        """The job is over, well or not: give back its buffers and count it."""
+        if job.gradient is not None:
+            job.gradient.release()
+        if job.states is not None:
+            job.states.buffer.release()
+        with self._changed:
+            self._error = self._error or error
+            self._unfinished -= 1
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _free_window(self, nbytes: int) -> None:
+        with self._changed:
+            self._window_used -= nbytes
+            self._changed.notify_all()
+
+    def settle(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        """After a failure: wait until the lanes have let go of everything, and forget the failure."""
+        deadline_s = time.monotonic() + timeout_s
+        for lane in (self._machine.d2h, self._machine.cpu, self._machine.ssd):
+            lane.drain(max(0.1, deadline_s - time.monotonic()))
+        with self._changed:
+            self._error = None
+            self._unfinished = self._window_used = 0
+
+
+def _wait_for_all(reads: list[Work[None]]) -> None:
+    """Wait for each, and only then raise the first failure: no read may still write into a buffer given back."""
+    errors: list[BaseException] = []
+    for read in reads:
+        try:
+            read.wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Countdown:
+    """Calls ``at_zero`` once, when ``one_less`` has been called ``count`` times."""
+
+    def __init__(self, count: int, at_zero: functools.partial[None]) -> None:
+        self._count = count
+        self._at_zero = at_zero
+        self._lock = threading.Lock()
+
+    def one_less(self) -> None:
+        with self._lock:
+            self._count -= 1
+            reached = self._count == 0
+        if reached:
+            self._at_zero()

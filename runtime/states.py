@@ -1,0 +1,195 @@
+"""states: parameters and optimizer states as a whole: putting them into the store, reading them, moving them home.
+
+Guarantees: memory used beside what is returned or made resident is one staging buffer of ``STAGING_BYTES``. What is
+read is what the last finished step wrote.
+
+Assumes: nothing is under way (the caller settles the engine first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lohan_fx.plan import Plan, Tier
+from lohan_fx.runtime.host_pool import HostPool, Reservation, page_padded_bytes
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.slots import STATE_DTYPE, ParameterSlot, Residency
+
+STAGING_BYTES = 8 << 20
+
+
+class States:
+    """The bytes of all parameters of one model, wherever they are."""
+
+    def __init__(
+        self, store: NvmeStore, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]
+    ) -> None:
+        self._store = store
+        self._slots = slots
+        self._residency = residency
+        self.chunk_elements = 1 << 20
+        self.hold_bytes = 0
+        self._held_bytes = 0
+        self._gradient_extents: set[str] = set()
+
+    # --- whole parameters -------------------------------------------------------------------------------------
+
+    def read_parameter(self, slot: int) -> torch.Tensor:
+        """The master of ``slot`` (its value, where it is frozen), as a new tensor of the parameter's shape."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if resident.master is not None:
+            return resident.master.clone().view(parameter.shape)
+        return self._read(parameter.master_extent, parameter.numel, parameter.master_dtype).view(parameter.shape)
+
+    def write_parameter(self, slot: int, value: torch.Tensor) -> None:
+        """Make ``value`` the master of ``slot`` and renew the compute-dtype copy; the moments stay."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"parameter {parameter.name} has shape {tuple(parameter.shape)}; the value has {tuple(value.shape)}"
+            )
+        flat = value.detach().reshape(-1)
+        if resident.master is not None:
+            resident.master.copy_(flat)
+        if resident.compute is not None:
+            resident.compute.copy_(flat)
+        self._write(parameter.master_extent, flat, parameter.master_dtype)
+        if not parameter.is_master:
+            self._write(parameter.streamed_extent, flat, parameter.compute_dtype, through=parameter.master_dtype)
+
+    def read_moments(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second moment of ``slot``, fp32, as new tensors of the parameter's shape."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if resident.exp_avg is not None and resident.exp_avg_sq is not None:
+            return resident.exp_avg.clone().view(parameter.shape), resident.exp_avg_sq.clone().view(parameter.shape)
+        found = tuple(torch.empty(parameter.numel, dtype=STATE_DTYPE) for _ in range(2))
+        for chunk in parameter.chunks(self.chunk_elements):
+            for index, moment in enumerate(found):
+                offset = chunk.moments_offset + index * chunk.padded_bytes
+                piece = moment[chunk.start : chunk.start + chunk.elements]
+                self._read_into(parameter.moments_extent, offset, piece)
+        return found[0].view(parameter.shape), found[1].view(parameter.shape)
+
+    def write_moments(self, slot: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Set both moments of ``slot``."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            if tuple(value.shape) != tuple(parameter.shape):
+                raise ValueError(
+                    f"{name} of {parameter.name} has shape {tuple(value.shape)}; expected {tuple(parameter.shape)}"
+                )
+        if resident.exp_avg is not None and resident.exp_avg_sq is not None:
+            resident.exp_avg.copy_(exp_avg.reshape(-1))
+            resident.exp_avg_sq.copy_(exp_avg_sq.reshape(-1))
+            return
+        for chunk in parameter.chunks(self.chunk_elements):
+            for index, moment in enumerate((exp_avg, exp_avg_sq)):
+                offset = chunk.moments_offset + index * chunk.padded_bytes
+                piece = moment.reshape(-1)[chunk.start : chunk.start + chunk.elements]
+                self._write(parameter.moments_extent, piece, STATE_DTYPE, offset=offset)
+
+    # --- homes ------------------------------------------------------------------------------------------------
+
+    def apply_homes(self, plan: Plan, device: torch.device) -> None:
+        """Move each parameter and its states to where ``plan`` wants them."""
+        homes = {p.name: p for p in plan.parameters}
+        for slot, parameter in self._slots.items():
+            home = homes.get(parameter.name)
+            if home is not None:
+                self._move(slot, home.home, home.states_home, device)
+
+    def _move(self, slot: int, home: Tier, states_home: Tier | None, device: torch.device) -> None:
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if parameter.trainable and (states_home is Tier.HOST) != (resident.exp_avg is not None):
+            self._move_states(slot, to_host=states_home is Tier.HOST)
+        wanted = None if home is Tier.NVME else home is Tier.DEVICE
+        found = None if resident.compute is None else resident.on_device
+        if wanted == found:
+            return
+        if wanted is None:
+            self._write_compute(parameter, resident)
+            resident.compute = None
+        elif parameter.is_master and resident.master is not None and (device.type == "cpu" or not wanted):
+            resident.compute = resident.master
+        else:
+            value = self.read_parameter(slot).reshape(-1).to(parameter.compute_dtype)
+            resident.compute = value.to(device) if wanted else value
+        resident.on_device = bool(wanted)
+
+    def _move_states(self, slot: int, *, to_host: bool) -> None:
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if to_host:
+            master = self.read_parameter(slot).reshape(-1)
+            exp_avg, exp_avg_sq = (moment.reshape(-1) for moment in self.read_moments(slot))
+            resident.master, resident.exp_avg, resident.exp_avg_sq = master, exp_avg, exp_avg_sq
+            return
+        assert resident.master is not None and resident.exp_avg is not None and resident.exp_avg_sq is not None
+        master, exp_avg, exp_avg_sq = resident.master, resident.exp_avg, resident.exp_avg_sq
+        resident.master = resident.exp_avg = resident.exp_avg_sq = None
+        self._write(parameter.master_extent, master, parameter.master_dtype)
+        self.write_moments(slot, exp_avg, exp_avg_sq)
+        if resident.compute is master:
+            resident.compute = None
+
+    def _write_compute(self, parameter: ParameterSlot, resident: Residency) -> None:
+        assert resident.compute is not None
+        self._write(parameter.streamed_extent, resident.compute.to("cpu"), parameter.compute_dtype)
+
+    # --- gradients that are held ------------------------------------------------------------------------------
+
+    def make_room_to_hold(self, slot: int) -> None:
+        """See to it that the gradient of ``slot`` can be held: in host RAM while ``hold_bytes`` last, else in the store."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if resident.contributions or not parameter.numel:
+            return
+        nbytes = parameter.numel * STATE_DTYPE.itemsize
+        if self._held_bytes + nbytes <= self.hold_bytes:
+            resident.held = torch.empty(parameter.numel, dtype=STATE_DTYPE)
+            self._held_bytes += nbytes
+        elif parameter.gradient_extent not in self._gradient_extents:
+            self._store.allocate({parameter.gradient_extent: nbytes})
+            self._gradient_extents.add(parameter.gradient_extent)
+
+    def forget_held(self) -> None:
+        """What was held is applied or dropped."""
+        for resident in self._residency.values():
+            resident.held = None
+            resident.contributions = 0
+        self._held_bytes = 0
+
+    # --- staging ----------------------------------------------------------------------------------------------
+
+    def _read(self, extent: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        value = torch.empty(numel, dtype=dtype)
+        self._read_into(extent, 0, value)
+        return value
+
+    def _read_into(self, extent: str, offset: int, flat: torch.Tensor) -> None:
+        memory = flat.view(torch.uint8)
+        with HostPool({"staging": Reservation(1, STAGING_BYTES)}) as pool, pool.acquire("staging") as buffer:
+            for start in range(0, memory.numel(), STAGING_BYTES):
+                piece = memory[start : start + STAGING_BYTES]
+                self._store.read(extent, offset + start, buffer.tensor, piece.numel())
+                piece.copy_(buffer.tensor[: piece.numel()])
+
+    def _write(
+        self,
+        extent: str,
+        flat: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        offset: int = 0,
+        through: torch.dtype | None = None,
+    ) -> None:
+        """Write ``flat`` as ``dtype`` (cast to ``through`` before, so that the copy is the master's cast)."""
+        per_piece = STAGING_BYTES // dtype.itemsize
+        with HostPool({"staging": Reservation(1, page_padded_bytes(STAGING_BYTES))}) as pool:
+            for start in range(0, flat.numel(), per_piece):
+                piece = flat[start : start + per_piece]
+                with pool.acquire("staging") as buffer:
+                    nbytes = piece.numel() * dtype.itemsize
+                    staged = piece if through is None else piece.to(through)
+                    buffer.tensor[:nbytes].view(dtype).copy_(staged)
+                    self._store.write(extent, offset + start * dtype.itemsize, buffer.tensor, nbytes)

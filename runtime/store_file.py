@@ -1,0 +1,115 @@
+"""One file of the NVMe store: every call does all of what it was asked for or raises ``StoreError``.
+
+Guarantees: short counts are continued where they stopped and interrupted calls repeated; any other outcome names
+the file, the offset, the bytes asked and what to do. The file is its owner's only (mode 0600), and direct
+(O_DIRECT) where the file system can. ``read`` and ``write`` may run on many threads at once.
+Assumes: the directory is locked by the caller, who also orders ``grow``, ``cut_back`` and ``close`` against the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lohan_fx.errors import StoreError
+from lohan_fx.runtime.file_backend import FileBackend
+from lohan_fx.runtime.host_pool import PAGE_BYTES
+
+STORE_NAME = "lohan_fx.store"
+
+_REMEDIES = {
+    errno.EIO: "the drive reported a failure: see dmesg and smartctl, and move the store to another drive",
+    errno.ENOSPC: "free disk space there or add another directory",
+    errno.EDQUOT: "raise the disk quota or use another directory",
+    errno.EOPNOTSUPP: "use a file system that can preallocate, such as ext4 or xfs",
+}
+_LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def reported_as_store_error(what: str) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``StoreError`` that says what was asked, the errno, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or 0
+        remedy = _REMEDIES.get(code, "check that drive and its file system, or use another directory")
+        raise StoreError(f"{what} failed: {os.strerror(code)} (errno {code}); {remedy}") from error
+
+
+class StoreFile:
+    """The store's file in ``directory``, created empty; one that a killed run left there is removed first."""
+
+    def __init__(self, directory: Path, backend: FileBackend) -> None:
+        self.path = directory / STORE_NAME
+        self.nbytes = 0
+        self._backend = backend
+        with reported_as_store_error(f"creating {self.path}"):
+            if self.path.exists():
+                _LOG.warning("removing %s (%d bytes), left by an earlier run", self.path, self.path.stat().st_size)
+            self._fd, self.direct = self._open()
+
+    def grow(self, nbytes: int) -> None:
+        """Preallocate up to a size of ``nbytes``; the new bytes read as zeros."""
+        added = nbytes - self.nbytes
+        if added > 0:
+            with reported_as_store_error(f"preallocating {added} bytes in {self.path}"):
+                self._backend.fallocate(self._fd, self.nbytes, added)
+        self.nbytes = nbytes
+
+    def cut_back(self, nbytes: int) -> None:
+        """Undo ``grow``, also one that failed half-way; never raises, as a failure is on its way to the caller."""
+        self.nbytes = nbytes
+        with suppress(OSError):
+            self._backend.truncate(self._fd, nbytes)
+
+    def read(self, view: memoryview, offset: int, what: str) -> None:
+        """Fill ``view``, whole pages, from ``offset``; ``what`` opens the message of an error."""
+        self._transfer(self._backend.preadv, view, offset, what)
+
+    def write(self, view: memoryview, offset: int, what: str) -> None:
+        """Write all of ``view``, whole pages, at ``offset``; ``what`` opens the message of an error."""
+        self._transfer(self._backend.pwritev, view, offset, what)
+
+    def flush(self) -> None:
+        """Return when everything written is on the drive."""
+        with reported_as_store_error(f"flushing {self.path}"):
+            self._backend.fdatasync(self._fd)
+
+    def close(self, *, remove: bool) -> None:
+        """Close the descriptor and, if asked, remove the file."""
+        with reported_as_store_error(f"closing {self.path}"):
+            if remove:
+                self.path.unlink(missing_ok=True)
+            self._backend.close(self._fd)
+
+    def _open(self) -> tuple[int, bool]:
+        self.path.unlink(missing_ok=True)
+        try:
+            return self._backend.open(self.path, direct=True), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self.path.unlink(missing_ok=True)  # a refused O_DIRECT may have created it all the same
+        return self._backend.open(self.path, direct=False), False
+
+    def _transfer(self, call: Callable[[int, memoryview, int], int], view: memoryview, offset: int, what: str) -> None:
+        moved = 0
+        while moved < len(view):
+            asked = len(view) - moved
+            where = f"{what}: {asked} bytes at {offset + moved} in {self.path}"
+            with reported_as_store_error(where):
+                try:
+                    count = call(self._fd, view[moved:], offset + moved)
+                except InterruptedError:
+                    continue
+            if count <= 0:
+                raise StoreError(f"{where}: nothing was moved; did another program cut the file?")
+            if self.direct and count % PAGE_BYTES:
+                # The rest is not at an aligned place, so O_DIRECT could not continue.
+                raise StoreError(f"{where}: only {count} moved, not whole pages; see dmesg for that drive")
+            moved += count

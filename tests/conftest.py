@@ -1,0 +1,64 @@
+"""What every test gets: a fixed seed, hypothesis without deadlines, and no GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def leak_check(tmp_path: Path) -> Iterator[None]:
+    """Fails the test if it leaves behind a ``lohan-*`` thread, an open file, or a file below ``tmp_path``.
+
+    Name it before fixtures that hold such things, so that they are torn down before it looks.
+    """
+    before = _threads(), _open_files(), _files_below(tmp_path)
+    yield
+    after = _threads(), _open_files(), _files_below(tmp_path)
+    leaked = [sorted(new - old) for old, new in zip(before, after, strict=True)]
+    if any(leaked):
+        pytest.fail("left behind: threads {}, open files {}, files {}".format(*leaked))
+
+
+def _threads() -> set[str]:
+    return {f"{t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("lohan-")}
+
+
+def _open_files() -> set[str]:
+    """Descriptors of real files; pipes and sockets belong to Inductor's compile workers and stay."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+        if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
+            found.add(f"{fd.name} -> {target}")
+    return found
+
+
+def _files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}

@@ -1,0 +1,150 @@
+"""Measuring drives: what cannot be measured is refused by name, a failing drive is named, and no file is left."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lohan_fx import machine, measure_nvme
+from lohan_fx.errors import LaneTimeout, StoreError
+from lohan_fx.hardware import HardwareProfile
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files: the tests check behaviour, not speed."""
+    monkeypatch.setattr(measure_nvme, "_FILE_BYTES", 2**25)
+    monkeypatch.setattr(measure_nvme, "_MIN_FILE_BYTES", 2**24)
+
+
+@pytest.fixture
+def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses O_DIRECT, as some network and memory ones do."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_single_path_is_not_a_sequence_of_directories(tmp_path: Path) -> None:
+    for wrong in (str(tmp_path), tmp_path, 3):
+        with pytest.raises(TypeError, match=r"expected a sequence of directories, such as \['/mnt/nvme0'\]"):
+            HardwareProfile.measure(wrong)  # type: ignore[arg-type]
+
+
+def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nvme directory '.*/nowhere' does not exist or is not a directory"):
+        HardwareProfile.measure([tmp_path / "nowhere"])
+
+
+def test_an_unwritable_directory_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=rf"nvme directory '{tmp_path}' is not writable"):
+        HardwareProfile.measure([tmp_path])
+
+
+def test_a_directory_that_refuses_files_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**where: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with pytest.raises(ValueError, match=rf"cannot write a file in the nvme directory '{tmp_path}': .*quota"):
+        measure_nvme.measure_drives([str(tmp_path)], 0.1, lambda label: None)
+
+
+def test_too_little_space_is_refused_with_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two directories on one file system need twice the file.
+    monkeypatch.setattr(measure_nvme, "_free_bytes", lambda directory: 3 * 2**24)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=rf"/a' has {3 * 2**24} bytes free, and measuring it needs {2**26}: make room"):
+        measure_nvme.checked_directories([tmp_path, tmp_path / "a"])
+    (tmp_path / "a").rmdir()
+
+
+def test_a_directory_counts_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"nvme directory '{tmp_path}' is given more than once"):
+        measure_nvme.checked_directories([tmp_path, f"{tmp_path}/"])
+
+
+def test_memory_file_systems_are_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "filesystem_type", lambda directory: "tmpfs")
+    with pytest.warns(RuntimeWarning, match=r"is on tmpfs: what is measured there is RAM"):
+        assert measure_nvme.checked_directories([tmp_path]) == [str(tmp_path)]
+
+
+@pytest.mark.usefixtures("no_direct")
+def test_without_direct_access_it_measures_through_the_page_cache_and_warns(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"'{tmp_path}' refuses O_DIRECT: measured through the page cache"):
+        (drive,) = measure_nvme.measure_drives([str(tmp_path)], 0.2, lambda label: None)
+    assert len(drive.by_request) == len(measure_nvme.REQUEST_BYTES)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_an_error_of_the_drive_names_directory_and_request(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, call)
+
+    def fail(fd: int, buffers: list[Any], offset: int) -> int:
+        if offset >= 2**23:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(real(fd, buffers, offset))
+
+    monkeypatch.setattr(os, call, fail)
+    verb = "writing" if call == "pwritev" else "reading"
+    with pytest.raises(StoreError, match=rf"{verb} \d+ bytes at \d+ of a file in '{tmp_path}' failed: .*Input/output"):
+        measure_nvme.measure_drives([str(tmp_path)], 0.2, lambda label: None)
+
+
+def test_a_short_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 4096)
+    with pytest.raises(StoreError, match=r"reading \d+ bytes at \d+ of a file in '.*' moved only 4096"):
+        measure_nvme.measure_drives([str(tmp_path)], 0.2, lambda label: None)
+
+
+def test_a_slow_drive_is_measured_on_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with measure_nvme._open_drive(str(tmp_path)) as drive:
+        assert measure_nvme._fill([drive], 1e-9) == [measure_nvme._MIN_FILE_BYTES]
+        assert os.fstat(drive.fd).st_size == measure_nvme._MIN_FILE_BYTES
+        assert os.fstat(drive.fd).st_nlink == 0
+
+
+def test_requests_are_page_aligned_and_stay_within_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, int, int]] = []
+    real = measure_nvme._transfer
+
+    def record(drive: Any, write: bool, buffer: memoryview, offset: int) -> int:
+        seen.append((write, len(buffer), offset))
+        return real(drive, write, buffer, offset)
+
+    with measure_nvme._open_drive(str(tmp_path)) as drive:
+        sizes = measure_nvme._fill([drive], 1.0)
+        monkeypatch.setattr(measure_nvme, "_transfer", record)
+        measure_nvme._load([drive], sizes, measure_nvme._Access.MIXED, 2**23, 0.05)
+    assert {write for write, _, _ in seen} == {True, False}
+    assert all(offset % mmap.PAGESIZE == 0 and offset + size <= sizes[0] for _, size, offset in seen)
+
+
+def test_a_job_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_nvme, "_STALL_S", 0.05)
+    release = threading.Event()
+    jobs = [("/nvme0", lambda stop: True), ("/nvme1", lambda stop: release.wait(30))]
+    with pytest.raises(LaneTimeout, match=r"a request to a file in '/nvme1' was not done 0.05 s after its time"):
+        measure_nvme._together(jobs, 0.0)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("lohan-measure"):
+            thread.join()

@@ -1,0 +1,278 @@
+"""The host pool: fixed reservations, aligned buffers, and memory that is taken lazily and really given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lohan_fx.errors import LaneTimeout, LohanError
+from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation, page_padded_bytes
+
+PATIENCE_S = 10.0
+MIB = 1024 * 1024
+
+
+def resident_bytes_at(address: int) -> int | None:
+    """RSS of the mapping that holds ``address``, or None if nothing is mapped there."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and head == "Rss:":
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def event_of_waiting(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once somebody waits in ``acquire``: from then on a release or close can only come after the wait began."""
+    waiting = threading.Event()
+    wait = pool._changed.wait
+
+    def wait_and_tell(timeout: float | None = None) -> bool:
+        waiting.set()  # the waiter still holds the lock here and gives it up only inside wait()
+        return wait(timeout)
+
+    monkeypatch.setattr(pool._changed, "wait", wait_and_tell)
+    return waiting
+
+
+@given(st.integers(0, 10**12))
+def test_page_padding_is_the_least_multiple_above(nbytes: int) -> None:
+    padded = page_padded_bytes(nbytes)
+    assert padded % PAGE_BYTES == 0
+    assert 0 <= padded - nbytes < PAGE_BYTES
+
+
+def test_buffers_are_aligned_whole_pages_and_do_not_overlap() -> None:
+    with HostPool({"parameters": Reservation(3, 5000), "gradients": Reservation(2, 1)}) as pool:
+        assert pool.nbytes == 3 * 8192 + 2 * 4096
+        buffers = [pool.acquire("parameters") for _ in range(3)] + [pool.acquire("gradients") for _ in range(2)]
+        for value, buffer in enumerate(buffers):
+            assert buffer.tensor.dtype == torch.uint8 and buffer.tensor.dim() == 1
+            assert buffer.tensor.data_ptr() % PAGE_BYTES == 0
+            assert buffer.tensor.numel() == (8192 if buffer.purpose == "parameters" else 4096)
+            buffer.tensor.fill_(value)
+        for value, buffer in enumerate(buffers):
+            assert buffer.tensor.eq(value).all()
+            buffer.release()
+
+
+def test_purposes_do_not_take_from_each_other() -> None:
+    with HostPool({"a": Reservation(1, 1), "b": Reservation(1, 1)}) as pool:
+        with pool.acquire("a"):
+            assert pool.try_acquire("a") is None
+            with pool.acquire("b", timeout_s=0):
+                assert (pool.in_use("a"), pool.in_use("b")) == (1, 1)
+        assert (pool.in_use("a"), pool.in_use("b")) == (0, 0)
+
+
+def test_peak_in_use_is_the_most_ever_out_at_once() -> None:
+    with HostPool({"a": Reservation(3, 1)}) as pool:
+        first, second = pool.acquire("a"), pool.acquire("a")
+        first.release()
+        second.release()
+        pool.acquire("a").release()
+        assert (pool.in_use("a"), pool.peak_in_use("a")) == (0, 2)
+
+
+def test_acquire_waits_for_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostPool({"a": Reservation(1, 1)}) as pool:
+        waiting = event_of_waiting(pool, monkeypatch)
+        held = pool.acquire("a")
+        address = held.tensor.data_ptr()
+        got: list[int] = []
+
+        def take() -> None:
+            with pool.acquire("a", timeout_s=3 * PATIENCE_S) as buffer:
+                got.append(buffer.tensor.data_ptr())
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        assert waiting.wait(PATIENCE_S)
+        held.release()
+        thread.join(PATIENCE_S)
+        assert got == [address]  # there before the acquire's own, longer timeout
+
+
+def test_a_timeout_names_the_purpose() -> None:
+    with HostPool({"activations": Reservation(2, 100)}) as pool:
+        buffers = [pool.acquire("activations") for _ in range(2)]
+        with pytest.raises(LaneTimeout, match=r"'activations' host buffer: all 2 of 4096 bytes"):
+            pool.acquire("activations", timeout_s=0)
+        for buffer in buffers:
+            buffer.release()
+
+
+def test_unknown_and_empty_purposes_are_refused_by_name() -> None:
+    with HostPool({"b": Reservation(1, 1), "a": Reservation(0, 0)}) as pool:
+        for call in (pool.acquire, pool.try_acquire, pool.in_use, pool.peak_in_use):
+            with pytest.raises(ValueError, match=r"'c'; the purposes are \['a', 'b'\]"):
+                call("c")
+        with pytest.raises(ValueError, match="0 buffers"):
+            pool.acquire("a")
+        assert pool.try_acquire("a") is None
+
+
+@pytest.mark.parametrize("reservation", [Reservation(-1, 1), Reservation(1, -1), Reservation(1, 0)])
+def test_impossible_reservations_are_refused(reservation: Reservation) -> None:
+    with pytest.raises(ValueError, match="reservation for 'a'"):
+        HostPool({"a": reservation})
+
+
+def test_an_empty_pool_is_a_pool() -> None:
+    with HostPool({}) as pool:
+        assert pool.nbytes == 0
+
+
+def test_a_buffer_is_released_once_and_not_used_after() -> None:
+    with HostPool({"a": Reservation(1, 1)}) as pool:
+        buffer = pool.acquire("a")
+        buffer.release()
+        with pytest.raises(LohanError, match="released before"):
+            buffer.release()
+        with pytest.raises(LohanError, match="was released"):
+            _ = buffer.tensor
+        assert pool.try_acquire("a") is not None
+        pool.close(force=True)
+
+
+def test_close_refuses_while_buffers_are_out_and_changes_nothing() -> None:
+    pool = HostPool({"a": Reservation(2, 1)})
+    buffer = pool.acquire("a")
+    with pytest.raises(LohanError, match=r"\{'a': 1\}"):
+        pool.close()
+    buffer.tensor.fill_(1)
+    pool.acquire("a").release()
+    buffer.release()
+    pool.close()
+    pool.close()
+    with pytest.raises(LohanError, match="closed"):
+        pool.acquire("a")
+    with pytest.raises(LohanError, match="closed"):
+        pool.try_acquire("a")
+
+
+def test_close_wakes_a_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HostPool({"a": Reservation(1, 1)})
+    waiting = event_of_waiting(pool, monkeypatch)
+    pool.acquire("a")
+    raised: list[str] = []
+
+    def take() -> None:
+        with pytest.raises(LohanError, match="closed") as caught:
+            pool.acquire("a", timeout_s=3 * PATIENCE_S)
+        raised.append(str(caught.value))
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert waiting.wait(PATIENCE_S)
+    pool.close(force=True)
+    thread.join(PATIENCE_S)
+    assert len(raised) == 1
+
+
+def test_an_error_inside_a_with_block_is_not_hidden_by_buffers_that_are_out() -> None:
+    with pytest.raises(ZeroDivisionError), HostPool({"a": Reservation(1, 1)}) as pool:
+        pool.acquire("a")
+        _ = 1 // 0
+
+
+def test_memory_becomes_resident_only_as_it_is_written_and_goes_at_close() -> None:
+    pool = HostPool({"a": Reservation(16, 4 * MIB)})
+    first = pool.acquire("a")
+    address = first.tensor.data_ptr()
+    assert resident_bytes_at(address) == 0
+    first.tensor.fill_(1)
+    first.release()
+    resident = resident_bytes_at(address)
+    assert resident is not None and 4 * MIB <= resident <= 6 * MIB
+    # The warm buffer comes back first, so a light user of the pool stays light.
+    again = pool.acquire("a")
+    assert again.tensor.data_ptr() == address
+    again.release()
+    pool.close()
+    assert resident_bytes_at(address) is None
+
+
+def test_forced_close_frees_the_pages_under_a_live_tensor_which_then_reads_zeros() -> None:
+    pool = HostPool({"a": Reservation(1, 4 * MIB)})
+    buffer = pool.acquire("a")
+    view = buffer.tensor[100:200]
+    buffer.tensor.fill_(7)
+    address = buffer.tensor.data_ptr()
+    pool.close(force=True)
+    assert resident_bytes_at(address) == 0
+    assert view.eq(0).all()
+    buffer.release()
+    del view
+    assert resident_bytes_at(address) is None
+
+
+def test_a_forked_child_does_not_have_the_region() -> None:
+    with HostPool({"a": Reservation(1, 1)}) as pool, pool.acquire("a") as buffer:
+        address = buffer.tensor.data_ptr()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if resident_bytes_at(address) is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_pinning_without_cuda_is_refused() -> None:
+    with pytest.raises(ValueError, match="found no CUDA device"):
+        HostPool({"a": Reservation(1, 1)}, pin=True)
+
+
+@pytest.mark.cuda
+def test_pinned_buffers_are_pinned_and_copy_without_blocking() -> None:
+    with HostPool({"a": Reservation(2, MIB)}, pin=True) as pool, pool.acquire("a") as buffer:
+        assert buffer.tensor.is_pinned()
+        buffer.tensor.fill_(3)
+        on_device = buffer.tensor.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        assert on_device.eq(3).all().item()
+    again = HostPool({"a": Reservation(2, MIB)}, pin=True)
+    again.close()
+
+
+class FakeCudart:
+    """Stands in for torch.cuda.cudart(), which cannot be had without a GPU."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.status == 0:
+            self.registered[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_pinning_registers_the_whole_region_once_and_reports_a_refusal(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = FakeCudart(status)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    if status:
+        with pytest.raises(LohanError, match=r"cudaHostRegister of 8192 bytes failed with CUDA error 2"):
+            HostPool({"a": Reservation(2, 1)}, pin=True)
+        return
+    pool = HostPool({"a": Reservation(2, 1)}, pin=True)
+    with pool.acquire("a") as buffer:
+        assert cudart.registered == {buffer.tensor.data_ptr(): 8192}
+    pool.close()
+    assert cudart.registered == {}
