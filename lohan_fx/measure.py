@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -38,9 +39,11 @@ _OVERHEAD_SHARE = 0.02
 _DRIVES_SHARE = 0.55
 
 _MIN_RUNS = 3
+_OTHER_LOAD = 0.1  # share of the processors that others may use before the rates are worth a warning
 _COPY_BYTES = 256 * 2**20  # several times any cache but the very largest
 _ADAM_PARAMETERS = 4 * 2**20
 _OPS_PER_RUN = 500
+_PROC_STAT = Path("/proc/stat")
 
 
 def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, seconds: float) -> HardwareProfile:
@@ -50,7 +53,7 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
     device = _checked_device(device)
     directories = checked_directories(nvme)
     steps = len(DTYPES) + 6 + (measure_nvme.STEPS if directories else 0)
-    with torch.no_grad(), _announcing(progress, steps) as announce:
+    with torch.no_grad(), _warning_of_other_load(), _announcing(progress, steps) as announce:
 
         def run(label: str, measurement: Callable[[str, float], float], share: float) -> float:
             announce(label)
@@ -197,6 +200,29 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout
         versions["lohan_fx"] = importlib.metadata.version("lohan-fx")
     return versions
+
+
+@contextlib.contextmanager
+def _warning_of_other_load() -> Iterator[None]:
+    """Warn if others kept processors busy meanwhile: an operation on all cores then waits for whole time slices."""
+    begin_s, begin_others_s = time.perf_counter(), _processor_seconds_of_others()
+    yield
+    busy = (_processor_seconds_of_others() - begin_others_s) / (time.perf_counter() - begin_s)
+    if busy > _OTHER_LOAD * machine.cpu_cores():
+        warnings.warn(
+            f"other processes kept {busy:.1f} of {machine.cpu_cores()} processors busy while the machine was measured: "
+            "its rates are lower than when it is idle; measure again when nothing else runs",
+            RuntimeWarning,
+            stacklevel=5,  # the caller of HardwareProfile.measure
+        )
+
+
+def _processor_seconds_of_others() -> float:
+    """Processor time since boot that went neither to this process nor to idling."""
+    ticks = [int(value) for value in _PROC_STAT.read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _idle, _iowait, *stolen = ticks[:8]
+    own = os.times()
+    return (user + nice + system + sum(stolen)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 @contextlib.contextmanager

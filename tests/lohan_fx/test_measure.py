@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from lohan_fx import machine, measure, measure_nvme
 from lohan_fx.hardware import DTYPES, HardwareProfile
 
-pytestmark = pytest.mark.usefixtures("leak_check")
+# Where the tests run there may be other load, and a /tmp in RAM.
+pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,6 @@ def _numbers(item: object) -> Iterator[float]:
                 yield from _numbers(element)
 
 
-@pytest.mark.filterwarnings("ignore:nvme directory .* is on tmpfs:RuntimeWarning")
 def test_measure_fills_the_whole_profile_and_leaves_no_file(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
@@ -77,7 +78,6 @@ def test_progress_on_a_terminal_counts_every_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("rich.progress.Progress.update", lambda self, task, **change: seen.append(change))
     monkeypatch.setattr("rich.progress.Progress.add_task", lambda self, text, **task: seen.append(task))
-    monkeypatch.setattr(machine, "filesystem_type", lambda directory: "ext4")
     HardwareProfile.measure([tmp_path], device="cpu", seconds=0.2)
     task, *updates = seen
     assert task["total"] == len(updates)
@@ -93,6 +93,26 @@ def test_a_dtype_without_fast_kernels_is_measured_on_a_small_matmul(monkeypatch:
         rate = measure._matmul_flops_per_s(torch.float16, "cpu", 1e-3)
         assert rate == pytest.approx(2 * largest**3 / seconds_per_run)
         assert max(shapes) == (largest, largest)
+
+
+@pytest.mark.parametrize(("seconds_of_others", "warns"), [(1e6, True), (0.0, False)])
+def test_other_load_is_warned_about(monkeypatch: pytest.MonkeyPatch, seconds_of_others: float, warns: bool) -> None:
+    readings = iter([0.0, seconds_of_others])
+    monkeypatch.setattr(measure, "_processor_seconds_of_others", lambda: next(readings))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        HardwareProfile.measure(device="cpu", progress=False, seconds=0.1)
+    assert [str(warning.message).startswith("other processes kept ") for warning in caught] == [True] * warns
+
+
+def test_idling_and_own_work_are_no_other_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  300 10 200 5000 700 1 2 3 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+    monkeypatch.setattr(measure, "_PROC_STAT", stat)
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(os, "times", lambda: os.times_result((1.0, 0.5, 0.0, 0.0, 9.0)))
+    assert measure._processor_seconds_of_others() == pytest.approx(5.16 - 1.5)
+    stat.unlink()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "20", True])

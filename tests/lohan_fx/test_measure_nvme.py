@@ -16,7 +16,8 @@ from lohan_fx import machine, measure_nvme
 from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.hardware import HardwareProfile
 
-pytestmark = pytest.mark.usefixtures("leak_check")
+# Where the tests run /tmp may be in RAM.
+pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
