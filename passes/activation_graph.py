@@ -152,20 +152,22 @@ def _activation(node: Node) -> Activation:
 
 
 def _leaves_its_block(node: Node, forward: set[Node]) -> bool:
-    """Whether ``node`` (or a view of it) made in a numbered block is read by the forward outside of that block."""
+    """Whether ``node`` (or a view of it) is read by the forward across the boundary of a numbered block."""
     layer = meta.cost(node).layer
-    if not layer.rpartition(".")[2].isdigit():
-        return False
     stack = list(node.users)
     while stack:
         user = stack.pop()
         if user not in forward:
             continue
-        if meta.cost(user).layer != layer:
+        if meta.cost(user).layer != layer and (_is_block(layer) or _is_block(meta.cost(user).layer)):
             return True
         if meta.cost(user).is_view:
             stack.extend(user.users)
     return False
+
+
+def _is_block(layer: str) -> bool:
+    return layer.rpartition(".")[2].isdigit()
 
 
 def _with_mandatory(found: ActivationGraph, between_blocks: set[str], random: set[str]) -> ActivationGraph:

@@ -166,8 +166,14 @@ def is_view(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether running ``node`` again would give other numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether running ``node`` again would give other numbers; attention without dropout draws none."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for argument, value in zip(op._schema.arguments, node.args, strict=False):
+        if argument.name == "dropout_p":
+            return value != 0.0
+    return node.kwargs.get("dropout_p", None if "scaled_dot_product" not in op._opname else 0.0) != 0.0
 
 
 def _is_getitem(node: Node) -> bool:

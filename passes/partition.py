@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch.fx import Graph, GraphModule, Node
 
 from lohan_fx import meta
+from lohan_fx.meta import Phase
 from lohan_fx.passes.activation_graph import crossing_values, forward_nodes, is_tangent
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
 from lohan_fx.plan import Plan, Recompute
@@ -90,7 +91,7 @@ def _by_name(joint: GraphModule, name: str) -> Node:
 def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], descs: list[object]) -> GraphModule:
     """The part of ``joint`` that computes ``outputs`` from ``inputs``, in the joint graph's order.
 
-    Except that a view is taken right before its first use: a view at the top of the backward would ask for its
+    Except that a forward view is taken right before its first use: at the top of the backward it would ask for its
     storage long before it is needed.
     """
     graph, copies = Graph(), {}
@@ -109,7 +110,8 @@ def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], desc
 
     wanted = _ancestors_until(outputs, set(inputs))
     for node in joint.graph.nodes:
-        if node in wanted and not meta.cost(node).is_view:
+        cost = meta.cost(node)
+        if node in wanted and not (cost.is_view and cost.phase is Phase.FORWARD):
             copy(node)
     output = graph.output(tuple(copy(n) if isinstance(n, Node) else n for n in outputs))
     output.meta["desc"] = descs

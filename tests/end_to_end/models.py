@@ -1,0 +1,98 @@
+"""Small models of the families that must train exactly: built from configs, on one seed, without any download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+from tests.end_to_end.dit import DiffusionTransformer
+
+VOCABULARY = 96
+BATCH = 2
+TOKENS = 16
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data. ``batch`` draws from torch's global generator, as dropout does."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+
+    def build(self) -> nn.Module:
+        """The model in training mode, always with the same weights."""
+        torch.manual_seed(0)
+        return self.make().train()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def tokens(batch: int = BATCH, length: int = TOKENS) -> Batch:
+    ids = torch.randint(0, VOCABULARY, (batch, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gpt2(*, layers: int = 2, dropout: float = 0.1) -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=layers, n_embd=32, n_head=2, vocab_size=VOCABULARY, n_positions=64, use_cache=False,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    )  # fmt: skip
+
+
+def llama(*, layers: int = 2) -> nn.Module:
+    """Grouped-query attention (two key-value heads for four query heads), embeddings tied to the head."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=80, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+
+
+def opt() -> nn.Module:
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=64, word_embed_proj_dim=32, use_cache=False, dropout=0.1,
+        )
+    )  # fmt: skip
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+            patch_size=4, num_labels=10,
+        )
+    )  # fmt: skip
+
+
+def images() -> Batch:
+    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 10, (BATCH,))}
+
+
+def diffusion() -> Batch:
+    return {
+        "latents": torch.randn(BATCH, 4, 8, 8),
+        "timesteps": torch.randint(0, 1000, (BATCH,)),
+        "noise": torch.randn(BATCH, 4, 8, 8),
+    }
+
+
+GPT2 = Case("gpt2", gpt2, tokens)
+LLAMA = Case("llama", llama, tokens)
+OPT = Case("opt", opt, tokens)
+VIT = Case("vit", vit, images)
+DIT = Case("dit", DiffusionTransformer, diffusion)
+CASES = (GPT2, LLAMA, OPT, VIT, DIT)
