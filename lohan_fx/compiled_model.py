@@ -101,8 +101,8 @@ class CompiledModel:
     # --- what the backend asks for ----------------------------------------------------------------------------
 
     def request(self) -> Request:
-        """Later shapes keep the homes of the first plan's parameters, whose states are there already."""
-        return self._request
+        """What ``compile`` was asked for, and the homes that the last plan gave to the parameters."""
+        return dataclasses.replace(self._request, homes=self.plans[-1].parameters if self.plans else ())
 
     def link(self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range) -> None:
         """Rewritten graphs are there. The runtime gets ready for them before the first one runs, not now: tracing is
@@ -134,6 +134,9 @@ class CompiledModel:
     def write_parameter(self, slot: int, value: torch.Tensor) -> None:
         self.engine.restored()
         self.engine.states.write_parameter(slot, value)
+
+    def has_states(self, slot: int) -> bool:
+        return self.engine.slots[slot].trainable
 
     def holds_gradients(self) -> bool:
         return self.engine.holds_gradients()

@@ -91,7 +91,8 @@ def set_origin(node: Node, name: str) -> None:
 
 
 def reads(node: Node) -> tuple[str, ...] | None:
-    """The values that ``node`` read in the captured graph, by name, or None for an inserted node. Set by ``partition``."""
+    """The values that ``node`` read in the captured graph, by name (the output: one per place, "" where there is none),
+    or None for an inserted node. Set by ``partition``."""
     found = node.meta.get(_READS)
     return found if isinstance(found, tuple) else None
 

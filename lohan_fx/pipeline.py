@@ -20,12 +20,12 @@ from lohan_fx.passes.insert_fetches import insert_fetches
 from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
 from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.insert_swaps import insert_swaps
-from lohan_fx.passes.liveness import peak_bytes
+from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.passes.verify import verify
-from lohan_fx.plan import Plan, Prediction, Tier, Windows
+from lohan_fx.plan import ParameterPlan, Plan, Prediction, Windows
 from lohan_fx.planner import Budgets, ParameterFacts, Problem, homes_only, host_bytes, make_plan, resident_bytes
 
 PASSES: tuple[Pass, ...] = (
@@ -39,7 +39,10 @@ PASSES: tuple[Pass, ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What ``compile`` was asked for, as far as the pipeline needs it."""
+    """What ``compile`` was asked for, as far as the pipeline needs it.
+
+    ``homes``: where an earlier plan of this model has put the parameters; empty before the first.
+    """
 
     hw: HardwareProfile
     policy: str
@@ -49,6 +52,7 @@ class Request:
     budgets: Budgets
     windows: Windows
     plan: Plan | None
+    homes: tuple[ParameterPlan, ...] = ()
 
 
 def compile_training(
@@ -69,11 +73,15 @@ def compile_training(
     return halves, plan
 
 
-def compile_inference(gm: GraphModule, request: Request, *, parameters: dict[str, ParameterInput]) -> tuple[Halves, Plan]:
-    """Inference graph in, linked graph and its plan out: parameters are streamed, nothing is saved."""
+def compile_inference(
+    gm: GraphModule, request: Request, *, parameters: dict[str, ParameterInput]
+) -> tuple[Halves, Plan]:
+    """Inference graph in, linked graph and its plan out: nothing is saved, and parameters are read where they are."""
     annotate(gm)
     note_reads(gm)
     plan = request.plan or _homes_only(request)
+    if request.homes:
+        plan = dataclasses.replace(plan, parameters=request.homes)
     halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]
     _apply_passes(halves, plan, checked=True)
     plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
@@ -143,9 +151,8 @@ def _homes_only(request: Request) -> Plan:
 
 def _device_peak(halves: Halves, plan: Plan, windows: Windows) -> int:
     """Most device bytes alive in either half, with gradients on their way out."""
-    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
-    peaks = [peak_bytes(gm, resident=resident, shells=halves.parameters).bytes for _, gm in halves.graphs()]
-    return max(peaks) + (windows.gradient_bytes if halves.backward is not None else 0)
+    peak = max(half.bytes for half in peaks(halves, plan).values())
+    return peak + (windows.gradient_bytes if halves.backward is not None else 0)
 
 
 def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:

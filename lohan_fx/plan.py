@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ class Plan:
 
     def decision(self, node: str) -> Decision | None:
         """The decision for the forward value ``node``, or None where the plan does not speak of it."""
-        found = self._by_node().get(node)
+        found = self._by_node.get(node)
         return found.decision if found else None
 
     def parameter(self, name: str) -> ParameterPlan:
@@ -203,13 +204,15 @@ class Plan:
 
     def with_decisions(self, decisions: Mapping[str, Decision]) -> Plan:
         """A copy with other decisions for the named activations; its prediction is dropped."""
-        unknown = sorted(set(decisions) - set(self._by_node()))
+        unknown = sorted(set(decisions) - set(self._by_node))
         if unknown:
             raise ValueError(f"the plan has no activation {', '.join(unknown)}: known ones are in plan.activations")
         for name, decision in decisions.items():
-            if isinstance(decision, Recompute) and self._by_node()[name].mandatory:
+            if isinstance(decision, Recompute) and self._by_node[name].mandatory:
                 raise ValueError(f"activation {name} must be saved (recomputation starts from it): Keep or Swap it")
-        activations = tuple(dataclasses.replace(a, decision=decisions.get(a.node, a.decision)) for a in self.activations)
+        activations = tuple(
+            dataclasses.replace(a, decision=decisions.get(a.node, a.decision)) for a in self.activations
+        )
         return dataclasses.replace(self, activations=activations, prediction=None)
 
     def with_homes(self, home: Tier, states_home: Tier) -> Plan:
@@ -219,6 +222,7 @@ class Plan:
         )
         return dataclasses.replace(self, parameters=parameters, prediction=None)
 
+    @functools.cached_property
     def _by_node(self) -> dict[str, ActivationPlan]:
         return {a.node: a for a in self.activations}
 
@@ -232,6 +236,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that ``to_json`` wrote. Raises ``ValueError`` naming what is missing or of another format."""
         raw: dict[str, Any] = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError(f"this is not a plan: expected a JSON object, found {type(raw).__name__}")
         if raw.pop("format", None) != FORMAT:
             raise ValueError(f"this plan is not of format {FORMAT}: make it again with this version of lohan_fx")
         try:

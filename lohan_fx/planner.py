@@ -8,7 +8,6 @@ activations are saved. Forced policies skip the search, for tests and comparison
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -18,7 +17,8 @@ from lohan_fx import cost
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import ActivationGraph
-from lohan_fx.passes.search import Choice, fixed, search, useful
+from lohan_fx.passes.annotate import block_of
+from lohan_fx.passes.search import Choice, search, useful
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -127,18 +127,16 @@ def _forced(problem: Problem, decision: Decision, home: Tier, states_home: Tier)
 
 
 def _searched(problem: Problem, hw: HardwareProfile) -> Plan:
-    everything = _plan(
-        problem, dict.fromkeys(useful(problem.activations), Keep()), _homes(problem, Tier.DEVICE), Tier.HOST
-    )
+    keep: dict[str, Decision] = dict.fromkeys(useful(problem.activations), Keep())
+    everything = _plan(problem, keep, _homes(problem, Tier.DEVICE), Tier.HOST)
     if not _missing(problem, everything, problem.device_peak(everything)):
         return everything
     least, least_peak = _least(problem)
     room = _room(problem, least, least_peak)
     slack = 0
     for _ in range(8):
-        plan = min(
-            (_divide(problem, hw, division) for division in _divisions(problem, room, slack)), key=lambda found: found[0]
-        )[1]
+        found = [_divide(problem, hw, division) for division in _divisions(problem, room, slack)]
+        plan = min(found, key=lambda pair: pair[0])[1]
         excess = _missing(problem, plan, problem.device_peak(plan))
         if not excess:
             return plan
@@ -272,8 +270,10 @@ def _plan(
     resident: Collection[str] = (),
 ) -> Plan:
     found = problem.activations
-    small = {p.name for p in problem.parameters if homes[p.name] is Tier.DEVICE and states_home is Tier.NVME}
-    small = {p.name for p in problem.parameters if p.name in small and p.numel <= SMALL_PARAMETER_ELEMENTS}
+    in_memory = set(resident)
+    if states_home is Tier.NVME:
+        here = (p for p in problem.parameters if homes[p.name] is Tier.DEVICE)
+        in_memory.update(p.name for p in here if p.numel <= SMALL_PARAMETER_ELEMENTS)
     return Plan(
         policy=problem.policy,
         device="cpu" if problem.budgets.shared else "cuda",
@@ -289,9 +289,7 @@ def _plan(
                 bytes=p.bytes,
                 trainable=p.trainable,
                 home=homes[p.name],
-                states_home=(Tier.HOST if p.name in resident or p.name in small else states_home)
-                if p.trainable
-                else None,
+                states_home=(Tier.HOST if p.name in in_memory else states_home) if p.trainable else None,
                 optimizer_runs=OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE,
             )
             for p in problem.parameters
@@ -320,8 +318,8 @@ def _activation_plan(found: ActivationGraph, name: str, decision: Decision) -> A
 
 def layer_of_parameter(name: str) -> str:
     """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; the module's path where there is no block."""
-    block = re.match(r"(.*?\.?\d+)\.", name)
-    return block.group(1) if block else name.rpartition(".")[0]
+    module = name.rpartition(".")[0]
+    return block_of(module) or module
 
 
 def resident_bytes(plan: Plan) -> tuple[int, int]:

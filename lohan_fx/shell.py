@@ -22,30 +22,33 @@ class ShellOwner(Protocol):
 
     def read_parameter(self, slot: int) -> torch.Tensor: ...
     def write_parameter(self, slot: int, value: torch.Tensor) -> None: ...
+    def has_states(self, slot: int) -> bool: ...
     def holds_gradients(self) -> bool: ...
 
 
 # Inside `state_dict()` and `load_state_dict()` of a compiled model `detach` reads and `copy_` writes the store.
 _streaming: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_streaming", default=False)
 
+# Nothing here tells of a parameter's values. A version of torch that lacks one does without.
 _PROPERTIES = (
-    "shape dtype device layout requires_grad is_leaf grad_fn ndim names itemsize nbytes is_cuda is_cpu is_meta is_mps "
-    "is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_xla is_mtia is_ipu is_vulkan is_maia "
-    "output_nr retains_grad _version _backward_hooks _grad_fn volatile name"
-).split()
-
+    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _grad_fn output_nr retains_grad grad_dtype "
+    "name is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan is_mkldnn is_nested is_quantized "
+    "is_sparse is_sparse_csr _version _backward_hooks _post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size dim ndimension numel nelement stride storage_offset element_size get_device dim_order is_floating_point is_complex "
+    "is_signed is_conj is_neg is_inference is_contiguous is_same_size retain_grad _is_view _has_compatible_shallow_copy_type "
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
+    "__len__ __hash__ __dir__"
+)
 _METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(getattr(torch.Tensor, name, None), "__get__")
+    getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)
+) | frozenset(
+    getattr(owner, name) for owner in (torch.Tensor, torch) for name in _METHODS.split() if hasattr(owner, name)
 )
-
-_METHODS = frozenset(
-    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous "
-    "requires_grad_ untyped_storage __hash__ __len__ type_as_shape is_signed is_same_size get_device "
-    "register_post_accumulate_grad_hook register_hook has_names is_shared _is_view is_inference is_conj is_neg "
-    "is_non_overlapping_and_dense data_ptr _typed_storage retain_grad backward".split()
-)
-
-Metadata = Callable[..., Any]
+_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split())
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class Shell(torch.nn.Parameter):
@@ -63,13 +66,12 @@ class Shell(torch.nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name == "__set__" or (name == "detach" and _streaming.get()) or (name == "copy_" and _streaming.get()):
-            return _special(func, name, args)
-        if func in _METADATA or name in _METHODS or getattr(func, "namespace", "") == "lohan" or _tracing():
+        kwargs = kwargs or {}
+        # Tracing comes first: Dynamo reads this function too, and must not meet what it cannot trace.
+        if _tracing() or func in _METADATA or getattr(func, "namespace", "") == "lohan":
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return _refuse(_describe(func, name), *args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        return _outside(func, args, kwargs)
 
     @property  # type: ignore[override]
     def grad(self) -> None:
@@ -118,6 +120,8 @@ def make_shell(like: torch.Tensor, *, dtype: torch.dtype, device: torch.device) 
         del empty
         with torch._C.DisableTorchFunctionSubclass():
             shell.untyped_storage().resize_(0)
+        # For what asks for the address without asking this class, such as DLPack.
+        torch._C._set_throw_on_mutable_data_ptr(shell)
     shell.owner = None
     return shell
 
@@ -136,25 +140,47 @@ def _tracing() -> bool:
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
-def _special(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
-    shell = args[0]
-    if name == "__set__":
-        if func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
-        _refuse("assigning to an attribute", shell)
-    if not isinstance(shell, Shell) or shell.owner is None:
-        _refuse(name, *args)
-    if name == "detach":
-        return shell.owner.read_parameter(shell.slot)
-    shell.owner.write_parameter(shell.slot, args[1])
+def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A call on a shell outside the compiled model that is more than a look at its metadata."""
+    shell = args[0] if args else None
+    if isinstance(shell, Shell) and shell.owner is not None:
+        if func in _CONVERSIONS and _changes_nothing(func, shell, args[1:], kwargs):
+            return shell
+        if func == _SET_DATA and args[1] is shell:  # the end of module.to(...) that changes nothing
+            return None
+        if func in (_SET_REQUIRES_GRAD, torch.Tensor.requires_grad_):
+            return _set_requires_grad(shell, *args[1:], **kwargs)
+        if _streaming.get() and func is torch.Tensor.detach:
+            return shell.owner.read_parameter(shell.slot)
+        if _streaming.get() and func is torch.Tensor.copy_:
+            shell.owner.write_parameter(shell.slot, args[1])
+            return shell
+    _refuse(_describe(func), *args, **kwargs)
+
+
+def _changes_nothing(
+    func: Callable[..., Any], shell: Shell, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a conversion would return the tensor itself: PyTorch says, asked with an empty one of the same kind."""
+    like = torch.empty((0,) * shell.dim(), dtype=shell.dtype, device=shell.device)
+    return "memory_format" not in kwargs and func(like, *args, **kwargs) is like
+
+
+def _set_requires_grad(shell: Shell, requires_grad: bool = True) -> Shell:
+    if requires_grad and shell.owner is not None and not shell.owner.has_states(shell.slot):
+        raise ValueError(
+            f"{shell.parameter_name} was frozen when the model was compiled, so it has no optimizer states: "
+            "lohan_fx.release(model), set requires_grad, and compile again"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        shell.requires_grad_(requires_grad)
     return shell
 
 
-def _describe(func: Callable[..., Any], name: str) -> str:
-    if name == "__get__":
-        return f".{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
-    return name
+def _describe(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
+    return {"__get__": f".{attribute}", "__set__": f"assigning to .{attribute}"}.get(name, name)
 
 
 def _refuse(what: str, *args: Any, **kwargs: Any) -> Never:

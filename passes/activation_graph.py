@@ -35,9 +35,9 @@ class ActivationGraph:
     """What the search has to know of a model.
 
     ``graph``: edges producer -> consumer between forward values, by node name; inputs are left out, because they
-    are there anyway, and so are the forward's outputs. ``flops``, ``seconds``: what computing a value once costs. ``needed``: values that the
-    backward reads. ``mandatory``: values that must be saved, because recomputation starts from them (the tensors
-    between blocks) or would give other numbers (outputs of random ops).
+    are there anyway, and so are the forward's outputs. ``flops``, ``seconds``: what computing a value once costs.
+    ``needed``: values that the backward reads. ``mandatory``: values that must be saved, because recomputation starts
+    from them (the tensors between blocks) or would give other numbers (outputs of random ops).
     """
 
     graph: nx.DiGraph
@@ -71,7 +71,7 @@ def activation_graph(
         needed=needed,
         mandatory=frozenset(),
     )
-    between_blocks = {n.name for n in forward if n.name in activations and _leaves_its_block(n, set(forward))}
+    between_blocks = {n.name for n in forward if n.name in activations and _leaves_its_block(n, forward)}
     return _with_mandatory(found, between_blocks, {name for name, cost in costs.items() if cost.is_random})
 
 
@@ -151,7 +151,7 @@ def _activation(node: Node) -> Activation:
     return Activation(node.name, name, producer.name, cost.layer, cost.layer_kind, cost.bytes)
 
 
-def _leaves_its_block(node: Node, forward: set[Node]) -> bool:
+def _leaves_its_block(node: Node, forward: Collection[Node]) -> bool:
     """Whether ``node`` (or a view of it) is read by the forward across the boundary of a numbered block."""
     layer = meta.cost(node).layer
     stack = list(node.users)

@@ -83,12 +83,17 @@ def layer_of(node: Node) -> tuple[str, str] | None:
     if not stack:
         return None
     entries = [(_module_path(path), _class_name(kind)) for path, kind in stack.values()]
-    for position, (path, kind) in enumerate(entries):
-        if path.rpartition(".")[2].isdigit() and position + 1 < len(entries):
+    for path, kind in entries:
+        if path.rpartition(".")[2].isdigit():
             return path, kind
     path, kind = entries[-1]
-    block = re.match(r"(.*?\.?\d+)\.", path)
-    return (block.group(1), kind) if block else (path, kind)
+    return block_of(path) or path, kind
+
+
+def block_of(path: str) -> str | None:
+    """The outermost numbered part of a module's path, ``model.layers.3`` of ``model.layers.3.mlp.experts.7``."""
+    block = re.match(r"((?:[^.]+\.)*?\d+)(?:\.|$)", path)
+    return block.group(1) if block else None
 
 
 def _module_path(path: str) -> str:
@@ -170,10 +175,11 @@ def is_random(node: Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for argument, value in zip(op._schema.arguments, node.args, strict=False):
+    for place, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            return value != 0.0
-    return node.kwargs.get("dropout_p", None if "scaled_dot_product" not in op._opname else 0.0) != 0.0
+            drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(drops != 0.0)
+    return True
 
 
 def _is_getitem(node: Node) -> bool:

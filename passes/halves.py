@@ -60,7 +60,7 @@ class Halves:
         return {n.name: n for n in found if not n.name.startswith("tangents")}
 
     def set_crossing(self, crossing: list[Node]) -> None:
-        """Make ``crossing`` what the forward hands to the backward, and order the backward's inputs to match."""
+        """Make ``crossing`` what the forward hands to the backward, whose inputs the caller keeps in the same order."""
         assert self.backward is not None
         set_outputs(self.forward, outputs_of(self.forward)[: self.num_outputs] + crossing)
 
@@ -76,7 +76,7 @@ def outputs_of(gm: GraphModule) -> list[object]:
 
 
 def set_outputs(gm: GraphModule, outputs: list[object]) -> None:
-    gm.graph.output_node().args = (tuple(outputs),)  # type: ignore[assignment]
+    gm.graph.output_node().args = (tuple(outputs),)  # type: ignore[arg-type]
 
 
 def positions(graph: Graph) -> dict[Node, int]:

@@ -30,7 +30,8 @@ def insert_gradient_offload(halves: Halves, plan: Plan) -> None:
     for place, parameter in halves.gradients.items():
         gradient = outputs[place]
         if isinstance(gradient, Node) and parameter.trainable:
-            _insert(gm, gradient, parameter, max([gradient, *last_uses.get(parameter.name, [])], key=lambda n: order[n]))
+            after = max([gradient, *last_uses.get(parameter.name, [])], key=lambda n: order[n])
+            _insert(gm, gradient, parameter, after)
             outputs[place] = None
     set_outputs(gm, outputs)
     annotate(gm)
@@ -46,7 +47,7 @@ def _last_uses(gm: GraphModule, order: dict[Node, int]) -> dict[str, list[Node]]
 
 def _insert(gm: GraphModule, gradient: Node, parameter: ParameterInput, after: Node) -> None:
     if after.op == "placeholder":
-        after = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+        after = gm.graph.find_nodes(op="placeholder")[-1]
     label = parameter.name.replace(".", "_")
     with gm.graph.inserting_after(after):
         node = gm.graph.create_node(

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
+from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, outputs_of
 from lohan_fx.plan import Plan, Recompute
 
@@ -24,20 +25,24 @@ def insert_recompute(halves: Halves, plan: Plan) -> None:
     """Replace each crossing value that is planned ``Recompute`` by clones of the ops that make it."""
     if halves.backward is None:
         return
-    outputs = {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
+    outputs = _output_names(halves)
     dropped = {
         n.name for n in halves.crossing() if n.name not in outputs and isinstance(plan.decision(n.name), Recompute)
     }
     placeholders = halves.saved_placeholders()
     cloner = _Cloner(halves, {name: node for name, node in placeholders.items() if name not in dropped})
     for node in list(halves.backward.graph.nodes):
-        sources = [s for s in node.all_input_nodes if s.op == "placeholder" and s.name in dropped]
-        if node.op == "output" or sources:
-            for source in sources:
+        for source in node.all_input_nodes:
+            if source.op == "placeholder" and source.name in dropped:
                 node.replace_input_with(source, cloner.clone(cloner.forward[source.name], before=node))
     for name in dropped:
         halves.backward.graph.erase_node(placeholders[name])
-    drop_unread(halves)
+    _drop_unread(halves)
+    annotate(halves.backward)
+
+
+def _output_names(halves: Halves) -> set[str]:
+    return {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
 
 
 class _Cloner:
@@ -49,6 +54,7 @@ class _Cloner:
         self._backward: GraphModule = halves.backward
         self._halves = halves
         self._available = available
+        self._outputs = _output_names(halves)
 
     def clone(self, node: Node, *, before: Node) -> Node:
         """The value of the forward's ``node`` in the backward."""
@@ -58,7 +64,7 @@ class _Cloner:
             missing = [s for s in top.all_input_nodes if s.name not in self._available]
             if top.name in self._available:
                 stack.pop()
-            elif top.op == "placeholder":
+            elif top.op == "placeholder" or top.name in self._outputs:
                 self._available[top.name] = self._new_input(top)
             elif missing:
                 stack.extend(reversed(missing))
@@ -82,7 +88,8 @@ class _Cloner:
         return copy
 
     def _new_input(self, node: Node) -> Node:
-        """Let an input of the forward cross too: behind the other saved tensors, before sizes and tangents."""
+        """Let an input or output of the forward, which is there anyway, cross too: behind the other saved tensors,
+        before sizes and tangents."""
         crossing = self._halves.crossing()
         tensors = [n for n in crossing if meta.tensor(n) is not None]
         sizes = [n for n in crossing if meta.tensor(n) is None]
@@ -95,16 +102,17 @@ class _Cloner:
         with self._backward.graph.inserting_before(anchor):
             placeholder = self._backward.graph.placeholder(node.name)
         placeholder.meta = dict(node.meta)
-        self._halves.set_crossing([*tensors, node, *sizes] if is_tensor else [*tensors, node, *sizes])
+        meta.clear_cost(placeholder)
+        self._halves.set_crossing([*tensors, node, *sizes])
         return placeholder
 
 
-def drop_unread(halves: Halves) -> None:
+def _drop_unread(halves: Halves) -> None:
     """Let nothing cross that the backward does not read."""
     assert halves.backward is not None
-    unread = {name for name, node in halves.saved_placeholders().items() if not node.users}
-    for name in unread:
-        halves.backward.graph.erase_node(halves.saved_placeholders()[name])
+    for node in halves.saved_placeholders().values():
+        if not node.users:
+            halves.backward.graph.erase_node(node)
     present = set(halves.saved_placeholders())
     halves.set_crossing([n for n in halves.crossing() if n.name in present])
     halves.forward.graph.eliminate_dead_code()

@@ -27,23 +27,23 @@ def insert_swaps(halves: Halves, plan: Plan) -> None:
     forward_outputs = outputs[: halves.num_outputs]
     slots = iter(halves.activation_slots)
     placeholders = halves.saved_placeholders()
-    forward_order, backward_order = positions(halves.forward.graph), positions(halves.backward.graph)
+    uses, backward_order = _uses(halves.forward), positions(halves.backward.graph)
     for place, node in enumerate(outputs):
         if place < halves.num_outputs or not isinstance(node, Node) or node in forward_outputs:
             continue
         decision = plan.decision(node.name)
         if isinstance(decision, Swap):
-            slot = next(slots)
-            _swap_in(halves.backward, placeholders[node.name], slot, first_user(placeholders[node.name], backward_order))
-            outputs[place] = _swap_out(halves.forward, node, slot, decision, last_user(node, _uses(forward_order)))
+            slot, placeholder = next(slots), placeholders[node.name]
+            _swap_in(halves.backward, placeholder, slot, first_user(placeholder, backward_order))
+            outputs[place] = _swap_out(halves.forward, node, slot, decision, last_user(node, uses))
     set_outputs(halves.forward, outputs)
     annotate(halves.forward)
     annotate(halves.backward)
 
 
-def _uses(order: dict[Node, int]) -> dict[Node, int]:
-    """The order without the output node: being returned is not a use before which the value must stay."""
-    return {node: -1 if node.op == "output" else place for node, place in order.items()}
+def _uses(gm: GraphModule) -> dict[Node, int]:
+    """The order of execution without the output node: being returned is not a use before which the value must stay."""
+    return {**positions(gm.graph), gm.graph.output_node(): -1}
 
 
 def _swap_out(gm: GraphModule, x: Node, slot: int, decision: Swap, after: Node) -> Node:

@@ -13,13 +13,16 @@ next, replaces them, and after it exactly what the plan keeps or swaps crosses, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch.fx import Graph, GraphModule, Node
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
 from lohan_fx.passes.activation_graph import crossing_values, forward_nodes, is_tangent
-from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
+from lohan_fx.passes.annotate import annotate
+from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of, positions
 from lohan_fx.plan import Plan, Recompute
 
 
@@ -60,10 +63,17 @@ def partition(
 
 
 def note_reads(gm: GraphModule) -> None:
-    """Note on each op which values it reads, so that ``verify`` can hold every later graph against the captured one."""
+    """Note on each op, and on the output, which values it reads, so that ``verify`` can hold every later graph against
+    the captured one."""
     for node in gm.graph.nodes:
         if node.op == "call_function":
             meta.set_reads(node, tuple(n.name for n in node.all_input_nodes))
+    meta.set_reads(gm.graph.output_node(), _names(outputs_of(gm)))
+
+
+def _names(outputs: list[object]) -> tuple[str, ...]:
+    """The name of each output; "" for what is no value of the graph."""
+    return tuple(n.name if isinstance(n, Node) else "" for n in outputs)
 
 
 def _crossing(joint: GraphModule, plan: Plan, forward: dict[Node, None], num_outputs: int) -> list[Node]:
@@ -74,18 +84,17 @@ def _crossing(joint: GraphModule, plan: Plan, forward: dict[Node, None], num_out
         while node in forward and node not in outputs and meta.cost(node).is_view:
             node = node.all_input_nodes[0]
         crossing[node] = None
+    by_name = {n.name: n for n in joint.graph.nodes}
     for activation in plan.activations:
+        if activation.node not in by_name:
+            raise ValueError(
+                f"the plan names activation {activation.node}, which this graph lacks: the plan is of another model or "
+                "shape"
+            )
         if not isinstance(activation.decision, Recompute):
-            crossing[_by_name(joint, activation.node)] = None
-    order = {n: i for i, n in enumerate(joint.graph.nodes)}
+            crossing[by_name[activation.node]] = None
+    order = positions(joint.graph)
     return sorted(crossing, key=lambda n: order[n])
-
-
-def _by_name(joint: GraphModule, name: str) -> Node:
-    for node in joint.graph.nodes:
-        if node.name == name:
-            return node
-    raise ValueError(f"the plan names activation {name}, which this graph lacks: the plan is of another model or shape")
 
 
 def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], descs: list[object]) -> GraphModule:
@@ -94,10 +103,12 @@ def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], desc
     Except that a forward view is taken right before its first use: at the top of the backward it would ask for its
     storage long before it is needed.
     """
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+        meta.clear_cost(copies[node])
 
     def copy(node: Node) -> Node:
         if node not in copies:
@@ -113,9 +124,13 @@ def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], desc
         cost = meta.cost(node)
         if node in wanted and not (cost.is_view and cost.phase is Phase.FORWARD):
             copy(node)
-    output = graph.output(tuple(copy(n) if isinstance(n, Node) else n for n in outputs))
+    returned: list[Any] = [copy(n) if isinstance(n, Node) else n for n in outputs]
+    output = graph.output(tuple(returned))
     output.meta["desc"] = descs
-    return GraphModule(joint, graph)
+    meta.set_reads(output, _names(outputs))
+    half = GraphModule(joint, graph)
+    annotate(half)
+    return half
 
 
 def _ancestors_until(roots: list[object], inputs: set[Node]) -> set[Node]:

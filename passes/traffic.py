@@ -58,7 +58,7 @@ def _computing(gm: GraphModule | None) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op == "call_function" and meta.cost(n).lane is Lane.COMPUTE]
 
 
-def _calls(gm: GraphModule | None, op: object) -> list[Node]:
+def _calls(gm: GraphModule | None, op: Callable[..., object]) -> list[Node]:
     return [] if gm is None else list(gm.graph.find_nodes(op="call_function", target=op))
 
 

@@ -2,8 +2,8 @@
 
 After ``partition`` and ever after
   - the graphs pass ``graph.lint()``; the forward hands over what the backward takes, in the same order
-  - every op reads the values that it read in the captured graph: a fetched parameter, a swapped-in or a
-    recomputed activation stands for itself
+  - every op reads the values that it read in the captured graph, and every output is the value that it was there: a
+    fetched parameter, a swapped-in or a recomputed activation stands for itself
   - random ops are never replayed
 After ``insert_recompute``
   - exactly what the plan keeps or swaps crosses, beside inputs and outputs
@@ -23,7 +23,7 @@ A failure names the node, prints its neighbourhood and says which pass broke it.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from lohan_fx import meta, ops
 from lohan_fx.errors import VerifyError
 from lohan_fx.passes.halves import Halves, last_user, outputs_of, positions
-from lohan_fx.passes.liveness import peak_bytes
+from lohan_fx.passes.liveness import peaks
 from lohan_fx.plan import Plan, Recompute, Swap, Tier
 
 NEIGHBOURS = 3
@@ -89,6 +89,18 @@ def _reads_the_same(halves: Halves, plan: Plan, after: str) -> None:
                 _fail(gm, node, after, f"reads {found}; in the captured graph it read {expected}")
 
 
+def _returns_the_same(halves: Halves, plan: Plan, after: str) -> None:
+    for name, gm in halves.graphs():
+        output = gm.graph.output_node()
+        returned = outputs_of(gm)[: halves.num_outputs] if name == "forward" else outputs_of(gm)
+        leaving = halves.gradients if name == "backward" else {}
+        for place, (value, expected) in enumerate(zip(returned, meta.reads(output) or (), strict=False)):
+            found = _value_name(value) if isinstance(value, Node) else ""
+            if found != expected and not (value is None and place in leaving):
+                what = f"returns {found or None} at place {place}; the captured graph returned {expected or None}"
+                _fail(gm, output, after, what)
+
+
 def _value_name(node: Node) -> str:
     """The name in the captured graph of the value that ``node`` holds."""
     if node.op != "call_function":
@@ -116,7 +128,7 @@ def _never_replays(halves: Halves, plan: Plan, after: str) -> None:
 
 
 def _saves_the_plan(halves: Halves, plan: Plan, after: str) -> None:
-    outputs = {n.name for n in outputs_of(halves.forward)[: halves.num_outputs] if isinstance(n, Node)}
+    outputs = _output_names(halves)
     for node in halves.crossing():
         name = _value_name(node)
         if node.op == "placeholder" or name in outputs or meta.tensor(node) is None:
@@ -156,13 +168,25 @@ def _starts_are_waited_for(halves: Halves, plan: Plan, after: str) -> None:
 def _swaps_pair_up(halves: Halves, plan: Plan, after: str) -> None:
     if halves.backward is None:
         return
-    out = Counter(n.args[1] for n in halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT))
-    back = Counter(n.args[1] for n in halves.backward.graph.find_nodes(op="call_function", target=ops.SWAP_IN))
-    if out != back or any(count != 1 for count in out.values()):
-        raise VerifyError(f"after {after}: swap_out of slots {sorted(out.elements())}, swap_in of {sorted(back.elements())}")
+    forward, backward = halves.forward, halves.backward
+    out, back = _by_slot(forward, ops.SWAP_OUT), _by_slot(backward, ops.SWAP_IN)
+    for slot in out.keys() | back.keys():
+        leaving, returning = out.get(slot, []), back.get(slot, [])
+        if len(leaving) != 1 or len(returning) != 1:
+            gm, node = (forward, leaving[-1]) if leaving else (backward, returning[-1])
+            what = f"slot {slot} has {len(leaving)} swap_out and {len(returning)} swap_in; expected one each"
+            _fail(gm, node, after, what)
+    outputs = _output_names(halves)
     for node in halves.crossing():
-        if isinstance(plan.decision(node.name), Swap) and node.name not in _output_names(halves):
-            _fail(halves.forward, node, after, "is planned to be swapped, but crosses as it is")
+        if isinstance(plan.decision(node.name), Swap) and node.name not in outputs:
+            _fail(forward, node, after, "is planned to be swapped, but crosses as it is")
+
+
+def _by_slot(gm: GraphModule, op: Callable[..., object]) -> dict[object, list[Node]]:
+    found: dict[object, list[Node]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=op):
+        found.setdefault(node.args[1], []).append(node)
+    return found
 
 
 def _output_names(halves: Halves) -> set[str]:
@@ -185,37 +209,44 @@ def _gradients_leave_once(halves: Halves, plan: Plan, after: str) -> None:
     if halves.backward is None:
         return
     gm = halves.backward
-    left = Counter(n.args[1] for n in gm.graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD))
+    output = gm.graph.output_node()
+    expected, returned = meta.reads(output), outputs_of(gm)
+    offloads = _by_slot(gm, ops.OFFLOAD_GRAD)
     for place, parameter in halves.gradients.items():
-        if parameter.trainable and left[parameter.slot] != 1:
-            raise VerifyError(
-                f"after {after}: the gradient of {parameter.name} reaches {left[parameter.slot]} offload_grad nodes; "
-                "expected exactly one"
-            )
-        if parameter.trainable and outputs_of(gm)[place] is not None:
-            raise VerifyError(f"after {after}: the backward still returns the gradient of {parameter.name}")
+        if not parameter.trainable:
+            continue
+        found = offloads.pop(parameter.slot, [])
+        if len(found) != 1:
+            node = found[-1] if found else output
+            _fail(gm, node, after, f"the gradient of {parameter.name} reaches {len(found)} offload_grad; expected one")
+        if returned[place] is not None:
+            _fail(gm, output, after, f"still returns the gradient of {parameter.name}")
+        gradient = _value_name(found[0].all_input_nodes[0])
+        if expected is not None and gradient != expected[place]:
+            _fail(gm, found[0], after, f"hands over {gradient}; the gradient of {parameter.name} is {expected[place]}")
+    for node in itertools.chain.from_iterable(offloads.values()):
+        _fail(gm, node, after, "offloads a gradient that no trainable parameter gets")
 
 
 def _no_use_after_offload(halves: Halves, plan: Plan, after: str) -> None:
     if halves.backward is None:
         return
     order = positions(halves.backward.graph)
-    gone = {n.args[1]: n for n in halves.backward.graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD)}
+    offloads = _by_slot(halves.backward, ops.OFFLOAD_GRAD)
     for node in halves.backward.graph.find_nodes(op="call_function", target=ops.FETCH):
-        offload = gone.get(node.args[1])
-        if offload is not None and order[last_user(node, order)] > order[offload]:
-            reader = last_user(node, order)
-            _fail(halves.backward, reader, after, f"reads the parameter of {node.name} after {offload.name} updated it")
+        reader = last_user(node, order)
+        for offload in offloads.get(node.args[1], []):
+            if order[reader] > order[offload]:
+                what = f"reads the parameter of {node.name} after {offload.name} updated it"
+                _fail(halves.backward, reader, after, what)
 
 
 # --- after schedule -------------------------------------------------------------------------------------------
 
 
 def _within_budget(halves: Halves, plan: Plan, after: str) -> None:
-    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
-    for name, gm in halves.graphs():
-        peak = peak_bytes(gm, resident=resident, shells=halves.parameters)
+    for name, peak in peaks(halves, plan).items():
         if peak.bytes + held > plan.device_memory_bytes:
             raise VerifyError(
                 f"after {after}: the {name} graph needs {peak.bytes + held} bytes of device memory at {peak.node}; "
@@ -226,7 +257,7 @@ def _within_budget(halves: Halves, plan: Plan, after: str) -> None:
 Check = Callable[[Halves, Plan, str], None]
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "partition": (_lints, _hands_over, _reads_the_same, _never_replays),
+    "partition": (_lints, _hands_over, _reads_the_same, _returns_the_same, _never_replays),
     "insert_recompute": (_saves_the_plan,),
     "insert_fetches": (_only_fetch_reads_shells, _starts_are_waited_for),
     "insert_swaps": (_swaps_pair_up, _not_read_after_swap_out),

@@ -71,6 +71,8 @@ class Engine:
         self._activation_slots.extend(activation_slots)
         self._swap.prepare(sorted(swap_sizes_bytes))
         self.states.apply_homes(plan, self.device)
+        if plan.prediction is not None:
+            self.states.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
 
     def _set_up(self, plan: Plan) -> None:
         windows = plan.windows

@@ -61,6 +61,10 @@ class _Job:
     states: StateBuffer | None = None
     reads: list[Work[None]] = field(default_factory=list)
 
+    @property
+    def updates(self) -> bool:
+        return self.purpose is Purpose.APPLY
+
 
 class OutOfCoreOptimizer:
     """Applies gradients to the states of all parameters of one model."""
@@ -94,6 +98,9 @@ class OutOfCoreOptimizer:
         flat = gradient.detach().reshape(-1)
         nbytes = flat.numel() * flat.element_size()
         jobs = self._jobs(parameter, purpose, options)
+        if self._in_memory(parameter, purpose, jobs):
+            self._update_here(jobs, flat)
+            return
         with self._changed:
             self._raise_error()
             if self._window_used and self._window_used + nbytes > self._window_bytes:
@@ -109,6 +116,37 @@ class OutOfCoreOptimizer:
             self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
         if not jobs:
             self._free_window(nbytes)
+
+    def _in_memory(self, parameter: ParameterSlot, purpose: Purpose, jobs: list[_Job]) -> bool:
+        """Whether nothing has to move: the device is the CPU, and the parameter, its states and its sum are in RAM."""
+        resident = self._residency[parameter.slot]
+        if self._machine.device.type != "cpu" or not jobs:
+            return False
+        if purpose is Purpose.HOLD:
+            return resident.held is not None
+        at_home = resident.compute is not None and resident.master is not None
+        return at_home and (resident.held is not None or not jobs[0].adds)
+
+    def _update_here(self, jobs: list[_Job], flat: torch.Tensor) -> None:
+        """Update on the compute thread, with all its cores: beside it, Adam would only take them away from it."""
+        with self._changed:
+            self._raise_error()
+        for job in jobs:
+            with self._machine.pool.acquire("optimizer") as buffer:
+                resident = self._residency[job.chunk.parameter.slot]
+                job.states = StateBuffer(buffer, job.chunk, resident, updates=job.updates, adds=job.adds)
+                self._compute(job, flat[job.chunk.start : job.chunk.start + job.chunk.elements])
+
+    def _compute(self, job: _Job, arrived: torch.Tensor | None) -> None:
+        """The arithmetic of one job: sum, update, cast."""
+        states = job.states
+        assert states is not None
+        with self._machine.timeline.span("cpu", f"update of {job.chunk.parameter.name}", job.chunk.elements * 4):
+            gradient = states.sum_gradient(arrived)
+            if job.updates:
+                assert job.options is not None
+                adam.update(job.options, job.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
+                states.make_compute_copy(self._machine.link)
 
     def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[_Job]:
         resident = self._residency[parameter.slot]
@@ -202,7 +240,7 @@ class OutOfCoreOptimizer:
     def _read_into(self, job: _Job, buffer: Buffer) -> None:
         machine, chunk = self._machine, job.chunk
         resident = self._residency[chunk.parameter.slot]
-        job.states = StateBuffer(buffer, chunk, resident, updates=job.purpose is Purpose.APPLY, adds=job.adds)
+        job.states = StateBuffer(buffer, chunk, resident, updates=job.updates, adds=job.adds)
         for extent, offset, memory, nbytes in job.states.to_read():
             read = functools.partial(machine.read, extent, offset, memory, nbytes)
             job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
@@ -211,15 +249,16 @@ class OutOfCoreOptimizer:
         machine, states = self._machine, job.states
         assert states is not None
         _wait_for_all(job.reads)
-        with machine.timeline.span("cpu", f"update of {job.chunk.parameter.name}", job.chunk.elements * 4):
-            gradient = states.sum_gradient(job.gradient)
-            if job.gradient is not None:
-                job.gradient.release()
-                job.gradient = None
-            if job.options is not None and job.purpose is Purpose.APPLY:
-                adam.update(job.options, job.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
-                states.make_compute_copy(machine.link)
-            writes = states.to_write()
+        chunk = job.chunk
+        arrived = None
+        if job.gradient is not None:
+            dtype = chunk.parameter.compute_dtype
+            arrived = job.gradient.tensor[: chunk.elements * dtype.itemsize].view(dtype)
+        self._compute(job, arrived)
+        if job.gradient is not None:
+            job.gradient.release()
+            job.gradient = None
+        writes = states.to_write()
         done = _Countdown(len(writes), functools.partial(self._finished, job, None))
         for extent, offset, memory, nbytes in writes:
             write = functools.partial(self._write, done, extent, offset, memory, nbytes)

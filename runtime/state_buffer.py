@@ -68,20 +68,15 @@ class StateBuffer:
         padded = self._chunk.padded_bytes
         return self.buffer.tensor[padded : 3 * padded]
 
-    def sum_gradient(self, arrived: Buffer | None) -> torch.Tensor:
+    def sum_gradient(self, arrived: torch.Tensor | None) -> torch.Tensor:
         """The fp32 gradient: what is held plus what ``arrived``, summed where it is held, in order of arrival."""
         start, elements = self._chunk.start, self._chunk.elements
         held = self._resident.held
         total = self._gradient if held is None else held[start : start + elements]
         if arrived is not None:
-            new = self._typed(arrived)
-            return total.add_(new) if self._adds else total.copy_(new)
+            return total.add_(arrived) if self._adds else total.copy_(arrived)
         assert self._adds, "nothing is held and nothing arrived"
         return total
-
-    def _typed(self, arrived: Buffer) -> torch.Tensor:
-        dtype = self._chunk.parameter.compute_dtype
-        return arrived.tensor[: self._chunk.elements * dtype.itemsize].view(dtype)
 
     def make_compute_copy(self, link: DeviceLink) -> None:
         """Cast the updated master to the compute dtype, into the resident copy or into the buffer."""

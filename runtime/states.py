@@ -129,7 +129,7 @@ class States:
         master, exp_avg, exp_avg_sq = resident.master, resident.exp_avg, resident.exp_avg_sq
         resident.master = resident.exp_avg = resident.exp_avg_sq = None
         self._write(parameter.master_extent, master, parameter.master_dtype)
-        self.write_moments(slot, exp_avg, exp_avg_sq)
+        self.write_moments(slot, exp_avg.view(parameter.shape), exp_avg_sq.view(parameter.shape))
         if resident.compute is master:
             resident.compute = None
 

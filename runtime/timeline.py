@@ -30,11 +30,15 @@ class Event:
 
 @dataclass(frozen=True)
 class LaneTotals:
-    """Totals since the timeline was made: seconds busy and bytes moved per lane, and seconds compute waited."""
+    """Totals since the timeline was made: seconds busy and bytes moved per lane, and seconds compute waited.
+
+    ``busy_s`` adds up the threads of a lane; ``wall_s`` are the seconds in which at least one of them was busy.
+    """
 
     busy_s: Mapping[str, float]
     bytes: Mapping[str, int]
     stall_s: float
+    wall_s: Mapping[str, float]
 
     def since(self, earlier: LaneTotals) -> LaneTotals:
         """The part of these totals that came after ``earlier``, a snapshot of the same timeline."""
@@ -42,6 +46,7 @@ class LaneTotals:
             busy_s={lane: total - earlier.busy_s.get(lane, 0.0) for lane, total in self.busy_s.items()},
             bytes={lane: total - earlier.bytes.get(lane, 0) for lane, total in self.bytes.items()},
             stall_s=self.stall_s - earlier.stall_s,
+            wall_s={lane: total - earlier.wall_s.get(lane, 0.0) for lane, total in self.wall_s.items()},
         )
 
 
@@ -51,22 +56,23 @@ class Timeline:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._busy_s: dict[str, float] = {}
+        self._wall_s: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
         self._stall_s = 0.0
+        self._open_spans: dict[str, int] = {}
+        self._wall_counted_to_s: dict[str, float] = {}
         self._events: list[Event] | None = None
 
     def record(
         self, lane: str, label: str, start_s: float, end_s: float, bytes: int = 0, *, idle_s: float = 0.0
     ) -> None:
-        """Count one job on ``lane``, of which it idled ``idle_s``.
+        """Count one finished job on ``lane``, of which it idled ``idle_s``.
 
-        A lane with two threads can be busy for two seconds per second.
+        For lanes that do one job at a time: where jobs overlap, ``wall_s`` needs ``span``, which sees them begin.
         """
         with self._lock:
-            self._busy_s[lane] = self._busy_s.get(lane, 0.0) + (end_s - start_s) - idle_s
-            self._bytes[lane] = self._bytes.get(lane, 0) + bytes
-            if self._events is not None:
-                self._events.append(Event(lane, label, start_s, end_s, bytes))
+            self._wall_s[lane] = self._wall_s.get(lane, 0.0) + (end_s - start_s) - idle_s
+            self._count(Event(lane, label, start_s, end_s, bytes), idle_s)
 
     def record_stall(self, label: str, start_s: float, end_s: float) -> None:
         """Count time compute spent waiting for ``label``; it is in ``stall_s``, never in compute's ``busy_s``."""
@@ -78,12 +84,33 @@ class Timeline:
     @contextlib.contextmanager
     def span(self, lane: str, label: str, bytes: int = 0) -> Iterator[None]:
         """Count the block as one job on ``lane``; its bytes count only if it does not raise."""
-        start_s, moved = time.perf_counter(), 0
+        moved = 0
+        with self._lock:
+            start_s = time.perf_counter()
+            self._count_wall(lane, start_s)
+            self._open_spans[lane] = self._open_spans.get(lane, 0) + 1
         try:
             yield
             moved = bytes
         finally:
-            self.record(lane, label, start_s, time.perf_counter(), moved)
+            with self._lock:
+                end_s = time.perf_counter()
+                self._count_wall(lane, end_s)
+                self._open_spans[lane] -= 1
+                self._count(Event(lane, label, start_s, end_s, moved))
+
+    def _count(self, event: Event, idle_s: float = 0.0) -> None:
+        """Count a finished job, except for ``wall_s``. Called with the lock held."""
+        self._busy_s[event.lane] = self._busy_s.get(event.lane, 0.0) + (event.end_s - event.start_s) - idle_s
+        self._bytes[event.lane] = self._bytes.get(event.lane, 0) + event.bytes
+        if self._events is not None:
+            self._events.append(event)
+
+    def _count_wall(self, lane: str, now_s: float) -> None:
+        """Bring ``wall_s`` up to ``now_s``: open spans count already. Called with the lock held."""
+        counted_to_s = self._wall_counted_to_s.get(lane, now_s)
+        self._wall_s[lane] = self._wall_s.get(lane, 0.0) + (now_s - counted_to_s if self._open_spans.get(lane) else 0.0)
+        self._wall_counted_to_s[lane] = now_s
 
     @contextlib.contextmanager
     def stall(self, label: str) -> Iterator[None]:
@@ -113,9 +140,11 @@ class Timeline:
             return self._stall_s
 
     def snapshot(self) -> LaneTotals:
-        """All totals at one moment; take two and use ``later.since(earlier)``."""
+        """All totals at one moment; take two and use ``later.since(earlier)``. Open spans are in ``wall_s`` alone."""
         with self._lock:
-            return LaneTotals(dict(self._busy_s), dict(self._bytes), self._stall_s)
+            for lane in self._open_spans:
+                self._count_wall(lane, time.perf_counter())
+            return LaneTotals(dict(self._busy_s), dict(self._bytes), self._stall_s, dict(self._wall_s))
 
     def start_recording(self) -> None:
         """Keep events from here on. Raises ``LohanError`` if a recording is running already."""

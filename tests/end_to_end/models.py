@@ -50,10 +50,13 @@ def gpt2(*, layers: int = 2, dropout: float = 0.1) -> nn.Module:
 
 
 def llama(*, layers: int = 2) -> nn.Module:
-    """Grouped-query attention (two key-value heads for four query heads), embeddings tied to the head."""
+    """Grouped-query attention (two key-value heads for four query heads), embeddings tied to the head.
+
+    Heads of 16: of 8, PyTorch's own tracing (``aot_eager``) rounds the backward of grouped queries unlike eager.
+    """
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=80, num_hidden_layers=layers,
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=80, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
             max_position_embeddings=64,
         )

@@ -17,7 +17,9 @@ from torch import nn
 
 import lohan_fx
 from lohan_fx.capture import prepare_dynamo
+from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Plan
 from tests.end_to_end.models import Case
 
 STEPS = 5
@@ -26,10 +28,11 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """What training left: each step's loss and the final fp32 weights."""
+    """What training left: each step's loss, the final fp32 weights, and the plan if there was one."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
+    plan: Plan | None = None
 
 
 class MasterAdamW:
@@ -109,7 +112,8 @@ def streamed(
     model = case.build()
     with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=dtype, **options)):
         losses = train(model, lohan_fx.AdamW(model.parameters(), lr=LR), case, steps)
-    return Run(losses, weights_of(model))
+        plan = compiled(model).plans[-1]
+    return Run(losses, weights_of(model), plan)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

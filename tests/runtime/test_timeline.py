@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from lohan_fx.errors import LohanError
+from lohan_fx.runtime import timeline as timeline_module
 from lohan_fx.runtime.timeline import Event, Timeline
 
 
@@ -109,3 +110,53 @@ def test_spans_and_stalls_count_their_block_and_bytes_only_of_those_that_succeed
         ("h2d", "copy b", 0),
         ("compute", "wait:copy b", 0),
     ]
+
+
+class FakeClock:
+    """``time`` for the timeline: stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(timeline_module, "time", clock)
+    return clock
+
+
+def test_overlapping_spans_count_once_in_wall_seconds(clock: FakeClock) -> None:
+    timeline = Timeline()
+    with timeline.span("ssd", "read a"):
+        clock.now_s += 1.0
+        with timeline.span("ssd", "read b"), timeline.span("cpu", "update"):
+            clock.now_s += 2.0
+        clock.now_s += 4.0
+    clock.now_s += 8.0
+    with timeline.span("ssd", "write a"):
+        clock.now_s += 16.0
+    totals = timeline.snapshot()
+    assert totals.busy_s == {"ssd": 7.0 + 2.0 + 16.0, "cpu": 2.0}
+    assert totals.wall_s == {"ssd": 7.0 + 16.0, "cpu": 2.0}
+
+
+def test_wall_seconds_of_an_open_span_are_split_between_snapshots(clock: FakeClock) -> None:
+    timeline = Timeline()
+    with timeline.span("ssd", "read a"):
+        clock.now_s += 1.0
+        earlier = timeline.snapshot()
+        clock.now_s += 2.0
+    later = timeline.snapshot()
+    assert (earlier.wall_s, earlier.busy_s) == ({"ssd": 1.0}, {})
+    assert (later.since(earlier).wall_s, later.since(earlier).busy_s) == ({"ssd": 2.0}, {"ssd": 3.0})
+
+
+def test_a_recorded_job_counts_in_wall_seconds_without_its_idle_time() -> None:
+    timeline = Timeline()
+    timeline.record("compute", "forward", 1.0, 4.0, idle_s=0.5)
+    totals = timeline.snapshot()
+    assert totals.wall_s == totals.busy_s == {"compute": 2.5}

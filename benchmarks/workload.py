@@ -1,0 +1,139 @@
+"""workload: the models, data and training loops that the benchmarks share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+import lohan_fx
+
+SIZES = {
+    # layers, hidden, heads, key-value heads, feed-forward, vocabulary
+    "tiny": (2, 128, 4, 2, 352, 512),
+    "demo": (17, 768, 12, 6, 2048, 320),
+    "125m": (12, 768, 12, 12, 2048, 32000),
+    "350m": (24, 1024, 16, 16, 2816, 32000),
+    "1.3b": (24, 2048, 16, 16, 5632, 32000),
+}
+
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Llama of ``SIZES[size]`` at ``batch`` x ``seq`` random tokens, bf16 weights and activations."""
+
+    size: str
+    batch: int
+    seq: int
+
+    def build(self) -> Any:
+        """The model in bf16, on the CPU, the same for each call."""
+        transformers.logging.set_verbosity_error()
+        layers, hidden, heads, kv_heads, ffn, vocabulary = SIZES[self.size]
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=max(self.seq, 16),
+            use_cache=False,
+        )
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with no_init_weights():
+                model = transformers.LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(default)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.02, generator=generator)
+                else:
+                    parameter.fill_(1.0)
+        return model.train()
+
+    def tokens(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, SIZES[self.size][5], (self.batch, self.seq), generator=generator)
+
+
+Step = Callable[[], float]
+"""Runs one training step and returns its loss."""
+
+
+def plain_step(workload: Workload, *, fused: bool = True) -> Step:
+    """Plain PyTorch, all in RAM: bf16 model, fp32 masters, ``torch.optim.AdamW``."""
+    model, tokens = workload.build(), workload.tokens()
+    masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=LR, fused=fused)
+
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+                master.grad = None
+        return float(loss)
+
+    return step
+
+
+@dataclass
+class Streamed:
+    """A workload under lohan_fx: ``step`` trains, ``plan`` is what it obeys."""
+
+    model: Any
+    plan: lohan_fx.Plan
+    step: Step
+
+
+def streamed(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, **options: Any) -> Streamed:
+    """The workload compiled by lohan_fx with ``options``, planned, not run yet."""
+    model, tokens = workload.build(), workload.tokens()
+    nvme.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lohan_fx.compile(model, hw, nvme=[nvme], **options)
+    optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
+    plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return Streamed(model, plan, step)
+
+
+def memory_bytes(key: str) -> int:
+    """A figure of /proc/self/status in bytes: ``VmRSS`` (now) or ``VmHWM`` (peak)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {key}")
+
+
+def alternating(rounds: int, *runs: Callable[[], float]) -> Iterator[tuple[float, ...]]:
+    """Each round calls every run once, in turn, so that a drift of the machine hits all alike."""
+    for _ in range(rounds):
+        yield tuple(run() for run in runs)

@@ -1,0 +1,215 @@
+"""The command ``lohan-fx``: show what would be done to a model, and measure the machine.
+
+    lohan-fx dump plan.json                                  a plan saved with Plan.to_json
+    lohan-fx dump --model train.py:example --host-memory 4GiB    compile, capture and print; nothing is run
+    lohan-fx measure --nvme /mnt/nvme0 --output hw.toml      a hardware profile of this machine
+
+Bad input ends with one line on stderr and exit code 1 (2 where the arguments themselves are wrong).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.compile import compiled, default_nvme_root
+from lohan_fx.errors import CaptureError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Plan
+from lohan_fx.planner import POLICIES
+from lohan_fx.presets import PRESETS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_PRESET = "rtx4090-12xP5510"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], None] = arguments.run
+        run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has stopped (`| head`); nothing is left to be told, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        print(f"lohan-fx: {_told(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _told(error: Exception) -> str:
+    """One line; of a failed capture all, because the place and the reason are on different lines."""
+    text = str(error).strip() or type(error).__name__
+    return text if isinstance(error, CaptureError) else text.splitlines()[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lohan-fx", description="Fine-tune models far too big for GPU and RAM.")
+    parser.add_argument("--version", action="version", version=f"lohan-fx {lohan_fx.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_dump(commands.add_parser("dump", help="show a plan, or the graphs of a model", description=_DUMP))
+    _add_measure(commands.add_parser("measure", help="measure this machine", description=_MEASURE))
+    return parser
+
+
+_DUMP = """Show a saved plan; or compile the model that a function returns, capture its graphs for the example inputs
+and show the plan and the rewritten graphs. The model is stored in a temporary directory; nothing is trained."""
+_MEASURE = "Measure this machine in about 20 seconds, and write or print its hardware profile as TOML."
+
+
+def _add_dump(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", nargs="?", metavar="PLAN.json", help="a plan saved with Plan.to_json()")
+    parser.add_argument(
+        "--model", metavar="FILE.py:FUNCTION", help="a function that returns (model, dict of its inputs)"
+    )
+    parser.add_argument("--hw", metavar="PROFILE", default=DEFAULT_PRESET, help="a preset or .toml file (%(default)s)")
+    parser.add_argument("--host-memory", metavar="BYTES", help="such as 4GiB")
+    parser.add_argument("--device-memory", metavar="BYTES", help="such as 20GiB")
+    parser.add_argument("--compute-dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--policy", choices=POLICIES, default="lohan", help="(%(default)s)")
+    parser.add_argument("--nvme", metavar="DIR", help=f"make the temporary directory there ({default_nvme_root()})")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.add_argument("--unfold", action="store_true", help="show each layer, also where they are equal")
+    parser.add_argument("--width", type=int, metavar="COLUMNS", help="cut longer lines")
+    parser.set_defaults(run=_dump)
+
+
+def _add_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nvme", nargs="+", default=[], metavar="DIR", help="one directory per drive")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is one)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="about how long to measure (%(default)s)")
+    parser.add_argument("--output", metavar="HW.toml", help="write the profile there instead of printing it")
+    parser.set_defaults(run=_measure)
+
+
+# --- dump -----------------------------------------------------------------------------------------------------
+
+
+def _dump(arguments: argparse.Namespace) -> None:
+    if (arguments.plan is None) == (arguments.model is None):
+        raise ValueError("dump takes either a plan file or --model FILE.py:FUNCTION")
+    text = _dumped_plan(arguments) if arguments.model is None else _dumped_model(arguments)
+    print(text, end="" if text.endswith("\n") else "\n")
+
+
+def _dumped_plan(arguments: argparse.Namespace) -> str:
+    path = Path(arguments.plan)
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return lohan_fx.dump(plan, format="json" if arguments.json else "text", width=arguments.width)
+
+
+def _dumped_model(arguments: argparse.Namespace) -> str:
+    hw = _profile(arguments.hw)
+    model, inputs = _example(arguments.model)
+    root = default_nvme_root() if arguments.nvme is None else Path(arguments.nvme)
+    root.mkdir(parents=True, exist_ok=True)
+    # Named like a run's own directory, so that a later run removes it should this one be killed.
+    with tempfile.TemporaryDirectory(prefix=f"run-{os.getpid()}-dump-", dir=root) as directory:
+        with warnings.catch_warnings():
+            # Planning for another machine than this one is what --hw is for.
+            warnings.filterwarnings("ignore", message="the hardware profile .* was not measured on this machine")
+            lohan_fx.compile(
+                model,
+                hw,
+                host_memory=arguments.host_memory,
+                device_memory=arguments.device_memory,
+                nvme=[directory],
+                compute_dtype=DTYPES[arguments.compute_dtype],
+                policy=arguments.policy,
+            )
+        try:
+            lohan_fx.prepare(model, **inputs)
+            return lohan_fx.dump(
+                model, format="json" if arguments.json else "text", unfold=arguments.unfold, width=arguments.width
+            )
+        finally:
+            compiled(model).detach()
+
+
+def _profile(name: str) -> HardwareProfile:
+    """The profile in a file or of a preset; without CUDA here, with the CPU as its compute device."""
+    is_file = name not in PRESETS and (name.endswith(".toml") or os.sep in name)
+    hw = HardwareProfile.load(name) if is_file else HardwareProfile.preset(name)
+    if hw.device == "cuda" and not torch.cuda.is_available():
+        print(f"lohan-fx: no CUDA here: {hw.name} is taken with the CPU as its compute device", file=sys.stderr)
+        return dataclasses.replace(hw, device="cpu")
+    return hw
+
+
+def _example(spec: str) -> tuple[nn.Module, Mapping[str, object]]:
+    """The model and its inputs, from ``FILE.py:FUNCTION``."""
+    file, colon, function = spec.rpartition(":")
+    if not colon or not file or not function:
+        raise ValueError(f"--model is {spec!r}: expected FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"--model: there is no file {file}")
+    make = _loaded(path, function)
+    try:
+        found = make()
+    except Exception as error:
+        raise ValueError(f"{spec} failed: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise TypeError(f"{spec} returned {type(found).__name__}: expected a pair (model, inputs as dict)")
+    model, inputs = found
+    if not isinstance(model, nn.Module) or not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"{spec} returned ({type(model).__name__}, {type(inputs).__name__}): expected (torch.nn.Module, dict)"
+        )
+    return model, inputs
+
+
+def _loaded(path: Path, function: str) -> Callable[[], object]:
+    """``function`` of the Python file at ``path``, which may import its neighbours."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    if found is None or found.loader is None:
+        raise ValueError(f"--model: {path} is not a Python file")
+    module = importlib.util.module_from_spec(found)
+    # Registered, as an import would: classes of the model are looked up by the name of their module.
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--model: {path} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    make: object = getattr(module, function, None)
+    if not callable(make):
+        raise ValueError(f"--model: {path} has no function {function!r}")
+    return make
+
+
+# --- measure --------------------------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise ValueError(f"--output: there is no directory {output.resolve().parent}")
+    profile = HardwareProfile.measure(arguments.nvme, device=arguments.device, seconds=arguments.seconds)
+    if output is not None:
+        profile.save(output)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "hw.toml")
+        profile.save(path)
+        print(path.read_text(encoding="utf-8"), end="")

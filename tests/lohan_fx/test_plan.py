@@ -1,0 +1,227 @@
+"""The Plan as data: it survives JSON, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lohan_fx.plan import (
+    ActivationPlan,
+    Decision,
+    Keep,
+    OptimizerTiming,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    Recompute,
+    Stage,
+    Swap,
+    Tier,
+    Windows,
+    parse_decision,
+)
+
+DECISIONS: tuple[Decision, ...] = (Keep(), Recompute(), Swap(Tier.HOST), Swap(Tier.NVME))
+WINDOWS = Windows(
+    fetch_bytes=0,
+    swap_in_bytes=1 << 20,
+    gradient_bytes=4096,
+    chunk_elements=4096,
+    io_bytes=1 << 20,
+    io_buffers=1,
+    optimizer_buffers=2,
+)
+
+
+def activation(node: str, decision: Decision = Keep(), **others: Any) -> ActivationPlan:  # noqa: B008 (frozen)
+    given: dict[str, Any] = {"op": "aten.mm", "layer": "h.0", "layer_kind": "Block", "bytes": 64, "flops": 640, **others}
+    return ActivationPlan(node=node, decision=decision, **given)
+
+
+def plan(*activations: ActivationPlan, parameters: tuple[ParameterPlan, ...] = ()) -> Plan:
+    return Plan("lohan", "cpu", "bfloat16", 1 << 30, 1 << 30, activations, parameters, WINDOWS)
+
+
+counts = st.integers(0, 1 << 60)
+words = st.text(max_size=8)
+seconds = st.floats(0, allow_nan=False)
+stages = st.builds(Stage, st.dictionaries(words, seconds, max_size=5))
+activations = st.builds(
+    ActivationPlan, words, words, words, words, counts, counts, st.sampled_from(DECISIONS), st.booleans()
+)
+parameters = st.builds(
+    ParameterPlan,
+    words,
+    words,
+    counts,
+    counts,
+    st.booleans(),
+    st.sampled_from(Tier),
+    st.none() | st.sampled_from(Tier),
+    st.sampled_from(OptimizerTiming),
+)
+pages = st.integers(1, 1 << 20).map(lambda n: n * 4096)
+windows = st.builds(Windows, counts, counts, counts, pages, pages, st.integers(1, 64), st.integers(2, 64))
+predictions = st.builds(
+    Prediction, stages, stages, st.dictionaries(words, counts, max_size=3), counts, counts, counts, counts
+)
+plans = st.builds(
+    Plan,
+    words,
+    words,
+    words,
+    counts,
+    counts,
+    st.lists(activations, max_size=4).map(tuple),
+    st.lists(parameters, max_size=4).map(tuple),
+    windows,
+    st.none() | predictions,
+    st.lists(words, max_size=2).map(tuple),
+)
+
+
+@given(plans)
+def test_json_gives_the_same_plan_back(made: Plan) -> None:
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_json_says_decisions_and_tiers_in_words() -> None:
+    parameter = ParameterPlan("w", "", 4, 8, True, Tier.NVME, Tier.HOST, OptimizerTiming.IN_BACKWARD)
+    raw = json.loads(plan(activation("mm", Swap(Tier.NVME)), parameters=(parameter,)).to_json())
+    assert raw["activations"][0]["decision"] == "swap:nvme"
+    assert (raw["parameters"][0]["home"], raw["parameters"][0]["states_home"]) == ("nvme", "host")
+    assert raw["parameters"][0]["optimizer_runs"] == "in_backward"
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=str)
+def test_a_decision_is_what_its_text_says(decision: Decision) -> None:
+    assert parse_decision(str(decision)) == decision
+
+
+@pytest.mark.parametrize("text", ["", "swap", "swap:device", "Keep"])
+def test_an_unknown_decision_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown decision '{text}'"):
+        parse_decision(text)
+
+
+def test_nothing_is_swapped_to_the_device() -> None:
+    with pytest.raises(ValueError, match="is Keep"):
+        Swap(Tier.DEVICE)
+
+
+# --- from_json refuses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "7", "null", '"plan"', "{}", '{"format": 99}', '{"format": 1}'])
+def test_what_is_no_plan_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format", 2, "not of format 1"),
+        ("activations", None, "not a plan"),
+        ("activations", [{"node": "mm"}], "not a plan: 'decision'"),
+        ("parameters", [{}], "not a plan: 'states_home'"),
+        ("windows", {}, "not a plan"),
+        ("prediction", {}, "not a plan: 'forward'"),
+        ("surplus", 1, "not a plan.*surplus"),
+    ],
+)
+def test_a_wrong_part_is_named(key: str, value: object, message: str) -> None:
+    raw = json.loads(plan(activation("mm")).to_json())
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(json.dumps({**raw, key: value}))
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan)])
+def test_a_missing_part_is_a_value_error(key: str) -> None:
+    raw = json.loads(plan().to_json())
+    del raw[key]
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(json.dumps(raw))
+
+
+def test_values_are_checked_when_read_back() -> None:
+    raw = json.loads(plan().to_json())
+    raw["windows"]["io_bytes"] = 5000
+    with pytest.raises(ValueError, match="io_bytes is 5000: expected a positive multiple of 4096"):
+        Plan.from_json(json.dumps(raw))
+
+
+# --- windows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("fetch_bytes", -1, "zero or more"),
+        ("swap_in_bytes", -4096, "zero or more"),
+        ("gradient_bytes", -1, "zero or more"),
+        ("chunk_elements", 0, "multiple of 4096"),
+        ("chunk_elements", 4097, "multiple of 4096"),
+        ("io_bytes", -4096, "multiple of 4096"),
+        ("io_buffers", 0, "at least 1"),
+        ("optimizer_buffers", 1, "at least 2"),
+    ],
+)
+def test_windows_refuse(name: str, value: int, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"Windows\.{name} is {value}: expected .*{message}"):
+        dataclasses.replace(WINDOWS, **{name: value})  # type: ignore[arg-type]
+
+
+# --- asking and changing --------------------------------------------------------------------------------------
+
+
+def test_decisions_are_found_by_node() -> None:
+    made = plan(activation("mm", Recompute()), activation("add"))
+    assert (made.decision("mm"), made.decision("add"), made.decision("sub")) == (Recompute(), Keep(), None)
+
+
+def test_with_decisions_changes_these_and_drops_the_prediction() -> None:
+    prediction = Prediction(Stage({}), Stage({}), {}, 0, 0, 0, 0)
+    made = dataclasses.replace(plan(activation("mm"), activation("add")), prediction=prediction)
+    changed = made.with_decisions({"add": Swap(Tier.NVME)})
+    assert (changed.decision("mm"), changed.decision("add")) == (Keep(), Swap(Tier.NVME))
+    assert changed.prediction is None
+    assert made.decision("add") == Keep()
+
+
+def test_with_decisions_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match="no activation sub, zeros"):
+        plan(activation("mm")).with_decisions({"zeros": Keep(), "mm": Keep(), "sub": Keep()})
+
+
+def test_what_must_be_saved_cannot_be_recomputed() -> None:
+    made = plan(activation("mm", mandatory=True))
+    with pytest.raises(ValueError, match="activation mm must be saved"):
+        made.with_decisions({"mm": Recompute()})
+    assert made.with_decisions({"mm": Swap(Tier.HOST)}).decision("mm") == Swap(Tier.HOST)
+
+
+def test_with_homes_leaves_frozen_parameters_without_states() -> None:
+    trained = ParameterPlan("w", "", 4, 8, True, Tier.DEVICE, Tier.HOST, OptimizerTiming.IN_BACKWARD)
+    frozen = ParameterPlan("b", "", 4, 8, False, Tier.DEVICE, None, OptimizerTiming.NONE)
+    moved = plan(parameters=(trained, frozen)).with_homes(Tier.HOST, Tier.NVME)
+    assert [(p.home, p.states_home) for p in moved.parameters] == [(Tier.HOST, Tier.NVME), (Tier.HOST, None)]
+    assert moved.parameter("b").name == "b"
+    with pytest.raises(KeyError, match="no parameter 'x'"):
+        moved.parameter("x")
+
+
+def test_the_busiest_lane_bounds_a_stage() -> None:
+    stage = Stage({"compute": 1.0, "ssd": 2.0})
+    assert (stage.seconds, stage.bottleneck) == (2.0, "ssd")
+    assert (Stage({}).seconds, Stage({}).bottleneck) == (0.0, "none")
+
+
+def test_benefit_is_flops_per_byte() -> None:
+    assert activation("mm").benefit == 10.0
+    assert activation("mm", bytes=0).benefit == 0.0
