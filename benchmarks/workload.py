@@ -91,7 +91,7 @@ def plain_step(workload: Workload, *, fused: bool = True) -> Step:
             for parameter, master in zip(model.parameters(), masters, strict=True):
                 parameter.copy_(master)
                 master.grad = None
-        return float(loss)
+        return float(loss.item())
 
     return step
 
@@ -120,7 +120,7 @@ def streamed(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, **opt
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.item())
 
     return Streamed(model, plan, step)
 

@@ -35,7 +35,7 @@ _library = torch.library.Library("lohan", "DEF")
 _library.define("fetch(Tensor shell, int slot) -> Tensor")
 _library.define("swap_out(Tensor x, int slot, str tier) -> Tensor")
 _library.define("swap_in(Tensor handle, int slot) -> Tensor")
-_library.define("wait(Tensor t) -> Tensor")
+_library.define("wait(Tensor(a) t) -> Tensor(a)")
 _library.define("offload_grad(Tensor g, int slot) -> ()")
 
 _handlers: dict[int, Handler] = {}

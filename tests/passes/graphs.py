@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
@@ -204,6 +205,13 @@ def flops_as_seconds(cost: Cost) -> float:
 
 def graph_of(found: Captured) -> ActivationGraph:
     return activation_graph(found.joint, num_outputs=found.num_outputs, node_seconds=flops_as_seconds)
+
+
+def reachable(found: ActivationGraph, saved: Collection[str]) -> set[str]:
+    """What must be recomputed, by its definition: unsaved values with a path of unsaved values to what is needed."""
+    unsaved = found.graph.subgraph(set(found.graph) - set(saved))
+    wanted = found.needed - set(saved)
+    return set(wanted).union(*(nx.ancestors(unsaved, name) for name in wanted))
 
 
 WINDOWS = Windows(

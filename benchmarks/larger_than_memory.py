@@ -1,0 +1,119 @@
+"""Larger than memory: a 1.3B Llama (18 GB of parameters and states) trains in a few GB of RAM.
+
+    python benchmarks/larger_than_memory.py [--nvme DIR --host-memory 1.5GiB --steps 3] [--save]
+
+The model is built in bf16 in RAM (2.7 GB), moved to the store and trained, batch 1 x 512. Bar: peak RSS of the whole
+process, building included, under 5 GB. Our own counter (VmHWM) must agree with what the kernel tells the parent
+(ru_maxrss of a child process, which is what ``/usr/bin/time -v`` prints) within 2%.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+from report import arguments, finish, profile
+from workload import SIZES, Workload, memory_bytes, streamed
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.hardware import HardwareProfile
+
+MOST_BYTES = 5_000_000_000
+BYTES_PER_PARAMETER = 14
+AGREEMENT = 0.02
+
+
+def child(args: object, hw: HardwareProfile) -> None:
+    """Build, compile, train; prints its figures as one JSON line."""
+    workload = Workload(args.size, args.batch, args.seq)  # type: ignore[attr-defined]
+    before = memory_bytes("VmRSS")
+    ours = streamed(workload, hw, args.nvme, host_memory=args.host_memory)  # type: ignore[attr-defined]
+    engine = compiled(ours.model).engine
+    model_bytes = sum(p.bytes for p in ours.plan.parameters)
+    prediction = ours.plan.prediction
+    assert prediction is not None
+    seconds, losses = [], []
+    for _ in range(args.steps):  # type: ignore[attr-defined]
+        read, written, start_s = engine.store.bytes_read, engine.store.bytes_written, time.perf_counter()
+        losses.append(ours.step())
+        seconds.append(time.perf_counter() - start_s)
+        print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
+        read, written = engine.store.bytes_read - read, engine.store.bytes_written - written
+    training_rss = memory_bytes("VmRSS")
+    figures = {
+        "params": sum(p.numel for p in ours.plan.parameters),
+        "peak_rss_bytes": memory_bytes("VmHWM"),
+        "training_rss_bytes": training_rss,
+        # Whichever is higher: the model in RAM while it is stored, or the training after it has left.
+        "predicted_peak_rss_bytes": max(before + model_bytes, before + prediction.peak_bytes["host"]),
+        "predicted_training_rss_bytes": before + prediction.peak_bytes["host"],
+        "s_per_step": min(seconds),
+        "predicted_s_per_step": prediction.step_s,
+        "nvme_read_bytes": read, "predicted_nvme_read_bytes": prediction.nvme_read_bytes,
+        "nvme_write_bytes": written, "predicted_nvme_write_bytes": prediction.nvme_write_bytes,
+        "losses": losses, "seconds": seconds,
+    }  # fmt: skip
+    compiled(ours.model).detach()
+    print(json.dumps(figures))
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--size", choices=SIZES, default="1.3b")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--host-memory", default="1.5GiB")
+    parser.add_argument("--child", action="store_true", help="internal: the measured process")
+    args = parser.parse_args()
+    if args.child:
+        child(args, HardwareProfile.load(args.hw))
+        return
+    hw = profile(args)
+    _check_disk(args)
+    path = args.nvme / "profile.toml"
+    hw.save(path)
+    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", "--hw", str(path), "--nvme", str(args.nvme)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    path.unlink()
+    kernel_peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    figures = json.loads(run.stdout.strip().splitlines()[-1])
+    peak = figures["peak_rss_bytes"]
+    missed = [] if peak < MOST_BYTES else [f"peak RSS {peak:,} bytes, under {MOST_BYTES:,} allowed"]
+    if abs(kernel_peak - peak) > AGREEMENT * peak:
+        missed.append(f"our counter says {peak:,} bytes, the kernel {kernel_peak:,}")
+    finish(
+        "larger_than_memory",
+        [
+            ("parameters", f"{figures['params'] / 1e9:.2f}e9, {figures['params'] * BYTES_PER_PARAMETER / 1e9:.1f} GB with states"),
+            ("peak RSS, whole process", f"{peak / 1e9:.2f} GB, predicted {figures['predicted_peak_rss_bytes'] / 1e9:.2f}"),
+            ("RSS while training", f"{figures['training_rss_bytes'] / 1e9:.2f} GB, predicted at most {figures['predicted_training_rss_bytes'] / 1e9:.2f}"),
+            ("peak RSS, told by the kernel", f"{kernel_peak / 1e9:.2f} GB"),
+            ("step", f"{figures['s_per_step']:.1f} s, predicted {figures['predicted_s_per_step']:.1f}"),
+            ("NVMe per step", f"{figures['nvme_read_bytes'] / 1e9:.2f} GB read (predicted {figures['predicted_nvme_read_bytes'] / 1e9:.2f}), "
+             f"{figures['nvme_write_bytes'] / 1e9:.2f} written ({figures['predicted_nvme_write_bytes'] / 1e9:.2f})"),
+            ("losses", ", ".join(f"{loss:.4f}" for loss in figures["losses"])),
+        ],
+        {**figures, "kernel_peak_rss_bytes": kernel_peak, "size": args.size, "batch": args.batch, "seq": args.seq},
+        missed,
+        save=args.save,
+    )  # fmt: skip
+
+
+def _check_disk(args: object) -> None:
+    """Say early what ``NvmeStore`` would say after the model was built."""
+    layers, hidden, _, _, ffn, vocabulary = SIZES[args.size]  # type: ignore[attr-defined]
+    parameters = layers * (4 * hidden * hidden + 3 * hidden * ffn) + 2 * vocabulary * hidden
+    free = shutil.disk_usage(args.nvme).free  # type: ignore[attr-defined]
+    if free < 1.05 * BYTES_PER_PARAMETER * parameters:
+        sys.exit(f"{args.nvme}: needs {BYTES_PER_PARAMETER * parameters:,} bytes, {free:,} are free")  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What ``dump`` shows of compiled models: against golden texts (see conftest.py), and against the graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.listing import dtype_name, op_name, type_of
+from lohan_fx.passes.halves import Halves
+from lohan_fx.plan import Plan
+
+NODE = re.compile(r"    (?:\w+: .+ = .+\(.*\)|return .*)")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the hardware profile .* was not measured on this machine")
+        yield
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 1024, bias=False)
+        self.down = nn.Linear(1024, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Residual layers with weights that are large enough to leave the device, and a loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def compiled(model: nn.Module, directory: Path, policy: str, **inputs: torch.Tensor) -> nn.Module:
+    hw = lohan_fx.HardwareProfile.preset("rtx4090-12xP5510")
+    hw = dataclasses.replace(hw, device="cpu", host_memory_bytes=16 << 30)
+    directory.mkdir(exist_ok=True)
+    lohan_fx.compile(model, hw, nvme=[directory], host_memory="2GiB", compute_dtype=torch.float32, policy=policy)
+    lohan_fx.prepare(model, **inputs)
+    return model
+
+
+def stack(directory: Path, policy: str, *, layers: int = 4) -> nn.Module:
+    return compiled(Stack(layers), directory, policy, x=torch.zeros(8, 64))
+
+
+def llama(directory: Path, policy: str, *, layers: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        use_cache=False,
+        max_position_embeddings=64,
+    )
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    model = transformers.LlamaForCausalLM(config).train()
+    return compiled(model, directory, policy, input_ids=ids, labels=ids)
+
+
+@pytest.fixture
+def six_layers(tmp_path: Path) -> nn.Module:
+    return llama(tmp_path, "swap-nvme", layers=6)
+
+
+def halves_of(model: nn.Module) -> Halves:
+    found: Any = model._lohan_fx
+    shown: Halves = found.halves[-1]
+    return shown
+
+
+def node_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if NODE.fullmatch(line)]
+
+
+def titles(text: str) -> list[str]:
+    return [line.removeprefix("  # ") for line in text.splitlines() if line.startswith("  # ")]
+
+
+# --- golden texts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["swap-nvme", "recompute"])
+def test_a_small_model(policy: str, tmp_path: Path, check_golden: Callable[[str, str], None]) -> None:
+    check_golden(f"stack_{policy}", lohan_fx.dump(stack(tmp_path, policy)))
+
+
+def test_a_llama(tmp_path: Path, check_golden: Callable[[str, str], None]) -> None:
+    """Its graph depends on the versions of PyTorch and transformers: those of constraints.txt made the golden text."""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", Path("constraints.txt").read_text(), re.MULTILINE))
+    for package in ("torch", "transformers"):
+        if version(package).split("+")[0] != pinned[package]:
+            pytest.skip(f"the golden text is for {package} {pinned[package]}")
+    check_golden("llama_recompute", lohan_fx.dump(llama(tmp_path, "recompute", layers=2)))
+
+
+# --- folding --------------------------------------------------------------------------------------------------
+
+
+def test_equal_layers_are_shown_once(six_layers: nn.Module) -> None:
+    text = lohan_fx.dump(six_layers)
+    folded = [title for title in titles(text) if "equal" in title and not title.startswith("inputs")]
+    assert len(folded) >= 2  # forward and backward
+    # The first layer prepares the mask and the last one fetches what comes after the layers.
+    assert {"model.layers.0", "model.layers.5"} <= set(titles(text))
+    assert "fetch(model.layers.{i+" in text
+    assert "fetch(model.layers.{i-" in text  # in the backward the next layer is the one before
+    assert "offload_grad(" in text and "-> model.layers.{i}.mlp.up_proj.weight)" in text
+    assert re.search(r"swap_out\(\w+ -> nvme\)", text) and re.search(r"swap_in\(\w+ <- nvme\)", text)
+
+
+def test_unfolded_every_node_has_a_line(six_layers: nn.Module) -> None:
+    folded, unfolded = lohan_fx.dump(six_layers), lohan_fx.dump(six_layers, unfold=True)
+    names = [node.name for _, gm in halves_of(six_layers).graphs() for node in gm.graph.nodes if node.op != "output"]
+    listed = [line.split(":")[0].strip() for line in node_lines(unfolded) if not line.startswith("    return")]
+    assert listed == names
+    assert len(node_lines(unfolded)) == len(names) + 2
+    assert len(node_lines(folded)) < len(names)
+    assert {f"model.layers.{n}" for n in range(6)} <= set(titles(unfolded))
+    assert "equal" not in unfolded
+    assert "{i" not in unfolded
+
+
+def test_recomputed_ops_are_named_so(tmp_path: Path) -> None:
+    text = lohan_fx.dump(stack(tmp_path, "recompute"))
+    backward = text.partition("backward: ")[2]
+    assert re.search(r"recompute_relu\w*: f32\[8, 1024\] = aten.relu\(", backward)
+    assert "recompute_" not in text.partition("backward: ")[0]
+
+
+def test_the_text_does_not_depend_on_slots_or_runs(tmp_path: Path) -> None:
+    """The second model of a process gets other slots, files and addresses."""
+    first = stack(tmp_path / "a", "swap-nvme")
+    second = stack(tmp_path / "b", "swap-nvme")
+    slots = [{p.slot for p in halves_of(model).parameters.values()} for model in (first, second)]
+    assert not slots[0] & slots[1]
+    assert lohan_fx.dump(first) == lohan_fx.dump(second)
+    assert lohan_fx.dump(first, format="json") == lohan_fx.dump(second, format="json")
+
+
+# --- data -----------------------------------------------------------------------------------------------------
+
+
+def test_json_holds_the_plan_and_all_nodes(six_layers: nn.Module) -> None:
+    data = json.loads(lohan_fx.dump(six_layers, format="json"))
+    found: Any = six_layers._lohan_fx
+    assert Plan.from_json(json.dumps(data["plan"])) == found.plans[-1]
+    assert data["captured"] == [{"kind": "training", "inputs": ["i64[2, 16]", "f32[8]"]}]
+    for name, gm in halves_of(six_layers).graphs():
+        graph = data["graphs"][name]
+        assert [node["name"] for node in graph["nodes"]] == [node.name for node in gm.graph.nodes]
+        covered = 0
+        for group in graph["groups"]:
+            assert group["start"] == covered
+            covered += (group["stop"] - group["start"]) * group["repeats"]
+        assert covered == len(graph["nodes"])
+        assert any(group["repeats"] > 1 for group in graph["groups"])
+    unfolded = json.loads(lohan_fx.dump(six_layers, format="json", unfold=True))
+    assert unfolded["graphs"]["forward"]["nodes"] == data["graphs"]["forward"]["nodes"]
+    assert all(group["repeats"] == 1 for group in unfolded["graphs"]["forward"]["groups"])
+
+
+def test_a_plan_alone(tmp_path: Path) -> None:
+    model = stack(tmp_path, "swap-nvme")
+    found: Any = model._lohan_fx
+    plan: Plan = found.plans[-1]
+    text = lohan_fx.dump(plan)
+    assert text in lohan_fx.dump(model)
+    assert "forward:" not in text
+    assert json.loads(lohan_fx.dump(plan, format="json")) == {"plan": json.loads(plan.to_json())}
+
+
+# --- which graph ----------------------------------------------------------------------------------------------
+
+
+def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(tmp_path: Path) -> None:
+    model = stack(tmp_path, "swap-nvme", layers=2)
+    lohan_fx.prepare(model, x=torch.zeros(4, 64))
+    with torch.no_grad():
+        lohan_fx.prepare(model.eval(), x=torch.zeros(8, 64))
+    text = lohan_fx.dump(model)
+    assert text.splitlines()[1:4] == [
+        "  0: training of f32[8, 64]",
+        "> 1: training of f32[4, 64]",
+        "  2: inference of f32[8, 64]",
+    ]
+    assert "backward: " in text
+    assert "  x: f32[4, 64]" not in text and "f32[4, 1024]" in text
+    inference = lohan_fx.dump(model, graph=2)
+    assert "> 2: inference" in inference
+    assert "backward: " not in inference
+    assert json.loads(lohan_fx.dump(model, graph=0, format="json"))["shown"] == 0
+    with pytest.raises(ValueError, match="graph is 3: 3 were captured, expected 0 to 2"):
+        lohan_fx.dump(model, graph=3)
+
+
+def test_lines_are_cut_at_the_width(tmp_path: Path) -> None:
+    model = stack(tmp_path, "swap-nvme", layers=2)
+    whole, cut = (lohan_fx.dump(model, width=width).splitlines() for width in (None, 40))
+    assert len(whole) == len(cut)
+    assert max(map(len, cut)) == 40
+    for long, short in zip(whole, cut, strict=True):
+        assert short == long if len(long) <= 40 else short == long[:38] + ".."
+
+
+# --- refused --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not compiled"):
+        lohan_fx.dump(Stack(1))
+    with pytest.raises(TypeError, match="compiled model or a Plan; got str"):
+        lohan_fx.dump("model")  # type: ignore[arg-type]
+    hw = dataclasses.replace(lohan_fx.HardwareProfile.preset("rtx4090-12xP5510"), device="cpu")
+    model = lohan_fx.compile(Stack(1), hw, nvme=[tmp_path], host_memory="2GiB")
+    with pytest.raises(ValueError, match=r"nothing has been captured yet: .*prepare\(model"):
+        lohan_fx.dump(model)
+    with pytest.raises(ValueError, match="format is 'yaml': expected 'text' or 'json'"):
+        lohan_fx.dump(model, format="yaml")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="width is 0"):
+        lohan_fx.dump(model, width=0)
+
+
+# --- words ----------------------------------------------------------------------------------------------------
+
+
+def test_words() -> None:
+    names = [dtype_name(d) for d in (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool)]
+    assert names == ["bf16", "f32", "i64", "u8", "bool"]
+    assert op_name(torch.ops.aten.add.Tensor) == "aten.add"
+    x = torch.empty(2, 3)
+    assert type_of(x) == "f32[2, 3]"
+    assert type_of((x, None)) == "(f32[2, 3], none)"
+    assert type_of(torch.empty(())) == "f32[]"
