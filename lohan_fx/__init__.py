@@ -20,6 +20,7 @@ from lohan_fx.errors import (
     VerifyError,
 )
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
 from lohan_fx.plan import Plan
 
@@ -33,6 +34,7 @@ __all__ = [
     "InfeasiblePlan",
     "LaneTimeout",
     "LohanError",
+    "Monitor",
     "OffloadedParameterError",
     "Plan",
     "StepError",

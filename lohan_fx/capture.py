@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from lohan_fx import ops
-from lohan_fx.errors import CaptureError
-from lohan_fx.passes.halves import Halves, ParameterInput
+from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training
 from lohan_fx.plan import Plan
@@ -76,6 +76,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
 
 def _parameters(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[str, ParameterInput]:
     """Placeholder name -> parameter, by the position that AOTAutograd noted on each placeholder."""
+    _refuse_what_cannot_stream(graph, found)
     named: dict[str, ParameterInput] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         index = getattr(node.meta.get("desc"), "idx", None)
@@ -84,6 +85,27 @@ def _parameters(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[st
     if len(named) != len(found):
         raise AssertionError(f"AOTAutograd kept {len(named)} of {len(found)} parameter inputs; cannot tell which")
     return named
+
+
+def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInput]) -> None:
+    """A parameter edited by the model itself, for which a shell has no place, and a sparse gradient."""
+    output = graph.graph.output_node()
+    for value, desc in zip(outputs_of(graph), output.meta.get("desc") or [], strict=False):
+        about = getattr(desc, "mutated_input", getattr(desc, "grad_of", None))
+        parameter = found.get(getattr(about, "idx", -1))
+        if parameter is None:
+            continue
+        if type(desc).__name__ == "InputMutationAOTOutput":
+            raise CaptureError(
+                f"the model edits its parameter {parameter.name} in place while it runs, which cannot be streamed: make "
+                "it a buffer, or change it between steps with model.load_state_dict"
+            )
+        gradient = value.meta["val"] if isinstance(value, Node) else None
+        if gradient is not None and gradient.layout != torch.strided:
+            raise CaptureError(
+                f"the gradient of {parameter.name} is {gradient.layout}, and only dense gradients are supported: make "
+                "that embedding with sparse=False"
+            )
 
 
 def _linked(gm: GraphModule, around: Callable[[], AbstractContextManager[None]]) -> Callable[[list[Any]], Any]:
@@ -103,13 +125,13 @@ def capture_errors() -> Iterator[None]:
     """Turn Dynamo's report of a graph break into a ``CaptureError`` that says where and why."""
     try:
         yield
-    except torch._dynamo.exc.Unsupported as error:
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise CaptureError(
             "the model cannot be captured as one graph, which lohan_fx needs to plan it: "
-            f"{error}\nChange that code, or find all such places with torch._dynamo.explain(model)(inputs)"
+            f"{error}\nChange that code. lohan_fx.release(model) and torch._dynamo.explain(model)(inputs) find all such places"
         ) from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        if error.inner_exception is not None and type(error.inner_exception).__module__.startswith("lohan_fx"):
+        if isinstance(error.inner_exception, LohanError | ValueError):
             raise error.inner_exception from None
         raise
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 import lohan_fx
 from lohan_fx.compile import compiled, default_nvme_root
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """One line; of a failed capture all, because the place and the reason are on different lines."""
+    """One line; of a failed capture all, because the place and the reason are on different lines of it."""
     text = str(error).strip() or type(error).__name__
-    return text if isinstance(error, CaptureError) else text.splitlines()[0]
+    return text if isinstance(error, CaptureError | TorchDynamoException) else text.splitlines()[0]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from lohan_fx import ops
+from lohan_fx import ops, process_memory
 from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
 from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, Original, slots_of
 from lohan_fx.errors import InfeasiblePlan, LohanError
@@ -24,6 +25,7 @@ from lohan_fx.planner import POLICIES, ParameterFacts
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.shell import Shell
 
 Bytes = int | float | str
 Directories = str | Path | Sequence[str | Path]
@@ -72,6 +74,7 @@ def compile(  # noqa: A001  (the name users of torch.compile expect)
             "one; HardwareProfile.measure(nvme=[...]) measures this one",
             stacklevel=2,
         )
+    rss_before_bytes = process_memory.rss_bytes()
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
@@ -96,8 +99,9 @@ def compile(  # noqa: A001  (the name users of torch.compile expect)
         engine = Engine(slots, store, torch.device("cuda" if hw.device == "cuda" else "cpu"))
         undo.callback(engine.close)
         _fill(engine, found, windows.chunk_elements)
+        originals = {slot: original for slot, (_, original) in found.items()}
+        CompiledModel(model, engine, request, originals, cleanup, rss_before_bytes=rss_before_bytes).attach()
         undo.pop_all()
-    CompiledModel(model, engine, request, {slot: original for slot, (_, original) in found.items()}, cleanup).attach()
     return model
 
 
@@ -137,25 +141,51 @@ def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, po
         raise TypeError(f"compile() takes a torch.nn.Module; got {type(model).__name__}")
     if not isinstance(hw, HardwareProfile):
         raise TypeError(f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)")
+    if hw.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
     if compute_dtype not in _DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
+    if not isinstance(plan, Plan | None):
+        raise TypeError(f"plan is a {type(plan).__name__}: expected a lohan_fx.Plan (Plan.from_json reads one), or None")
     if plan is not None and plan.compute_dtype != str(compute_dtype).removeprefix("torch."):
         raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
     for name, parameter in parameters.items():
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device and has no values: build the model on the CPU, or load its "
-                "weights (model.to_empty and load_state_dict) before lohan_fx.compile"
-            )
-        if parameter.dtype not in _DTYPES:
-            raise ValueError(f"parameter {name} is {parameter.dtype}: convert it to float32, bfloat16 or float16 first")
+        _check_parameter(name, parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, Shell):
+        raise ValueError(
+            f"parameter {name} is offloaded: the model that this is a part of is compiled already; lohan_fx.release it first"
+        )
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name} is of a lazy module and has no shape yet: call the model once before")
+    if parameter.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device and has no values: build the model on the CPU, or load its "
+            "weights (model.to_empty and load_state_dict) before lohan_fx.compile"
+        )
+    if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}, {parameter.layout}: make it a dense one of float32, bfloat16 or "
+            "float16 first"
+        )
+    if parameter.grad is not None:
+        raise ValueError(f"parameter {name} has a gradient, which would be lost: call model.zero_grad() first")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name} has a gradient hook, which would never run, because gradients go straight to the "
+            "optimizer: remove the hook"
+        )
 
 
 def _check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) -> None:
@@ -170,11 +200,13 @@ def _check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) ->
 def _directories(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Path], Callable[[], None]]:
     """Where the store goes, and what removes what this call had to make."""
     if nvme is not None:
-        given = [nvme] if isinstance(nvme, str | Path) else list(nvme)
+        given = [nvme] if isinstance(nvme, str | Path) else nvme
+        if not isinstance(given, Sequence) or not all(isinstance(directory, str | Path) for directory in given):
+            raise TypeError(f"nvme is {nvme!r}: expected a directory, or a list with a directory per drive")
         if not given:
             raise ValueError("nvme is an empty list: name at least one directory, or pass None for the default")
         return [Path(directory) for directory in given], lambda: None
-    known = [Path(drive.directory) for drive in hw.nvme if drive.directory and Path(drive.directory).is_dir()]
+    known = [Path(drive.directory) for drive in hw.nvme if drive.directory]
     if known:
         return known, lambda: None
     root = default_nvme_root()

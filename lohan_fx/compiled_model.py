@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx.capture import backend_for, capture_errors, prepare_dynamo
+from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.slots import ParameterSlot
-from lohan_fx.shell import Shell, make_shell, streaming
+from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
 ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
@@ -39,10 +42,18 @@ class CompiledModel:
     """Owns the runtime of one model; kept on the model as ``model._lohan_fx``."""
 
     def __init__(
-        self, model: nn.Module, engine: Engine, request: Request, originals: Mapping[int, Original], cleanup: Callable[[], None]
+        self,
+        model: nn.Module,
+        engine: Engine,
+        request: Request,
+        originals: Mapping[int, Original],
+        cleanup: Callable[[], None],
+        *,
+        rss_before_bytes: int,
     ) -> None:
         self.model = model
         self.engine = engine
+        self.rss_before_bytes = rss_before_bytes
         self.plans: list[Plan] = []
         self.halves: list[Halves] = []
         self._request = request
@@ -52,10 +63,19 @@ class CompiledModel:
         self._unconfigured: list[Callable[[], None]] = []
         self._restore: list[Callable[[], None]] = []
 
+    @property
+    def original_bytes(self) -> int:
+        """What the parameters took before ``compile``."""
+        return sum(self.engine.slots[slot].numel * found.dtype.itemsize for slot, found in self._originals.items())
+
     # --- taking over the model --------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Replace the model's parameters by shells and its call by the compiled one."""
+        prepare_dynamo()
+        if self.engine.device.type == "cuda":
+            for buffer in self.model.buffers():
+                buffer.data = buffer.data.to(self.engine.device)
         for slot, original in self._originals.items():
             module, name = original.places[0]
             parameter = self.engine.slots[slot]
@@ -65,12 +85,10 @@ class CompiledModel:
                 module._parameters[name] = shell
         for module in {module for original in self._originals.values() for module, _ in original.places}:
             self._stream_state_dict(module)
-        if self.engine.device.type == "cuda":
-            for buffer in self.model.buffers():
-                buffer.data = buffer.data.to(self.engine.device)
-        prepare_dynamo()
+        self._replace(self.model, "zero_grad", self._zero_grad)
+        self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
         self._call = {True: self._compiled(dynamic=False), False: self._compiled(dynamic=None)}
-        self.model._compiled_call_impl = self._run
+        self.model._compiled_call_impl = torch._dynamo.disable(self._run)
         object.__setattr__(self.model, ATTRIBUTE, self)
 
     def _compiled(self, *, dynamic: bool | None) -> Callable[..., Any]:
@@ -82,21 +100,36 @@ class CompiledModel:
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.model._call_impl(*args, **kwargs)
-        with capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._call[torch.is_grad_enabled()](*args, **kwargs)
 
     def _stream_state_dict(self, module: nn.Module) -> None:
-        for name in ("_save_to_state_dict", "_load_from_state_dict"):
-            original = getattr(module, name)
-            object.__setattr__(module, name, functools.partial(self._streaming_call, original))
-            self._restore.append(functools.partial(object.__delattr__, module, name))
+        self._replace(module, "_save_to_state_dict", self._save)
+        self._replace(module, "_load_from_state_dict", self._load)
 
-    def _streaming_call(self, original: Callable[..., None], *args: Any) -> None:
-        self.engine.settle()
+    def _replace(self, module: nn.Module, name: str, ours: Callable[..., None]) -> None:
+        """``module.name(...)`` is ``ours(its own method, ...)`` until the model is released."""
+        object.__setattr__(module, name, functools.partial(ours, getattr(module, name)))
+        self._restore.append(functools.partial(object.__delattr__, module, name))
+
+    def _save(self, original: Callable[..., None], *args: Any) -> None:
+        self.engine.before_reading()
         with streaming():
             original(*args)
+
+    def _load(self, original: Callable[..., None], state_dict: object, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would replace offloaded parameters by tensors in memory: use assign=False, "
+                "which writes the values where the parameters are"
+            )
+        self.engine.before_writing()
+        with streaming():
+            original(state_dict, prefix, local_metadata, *args)
+
+    def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
+        self.engine.zero_grad()
+        original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------
 
@@ -132,8 +165,9 @@ class CompiledModel:
         return self.engine.states.read_parameter(slot)
 
     def write_parameter(self, slot: int, value: torch.Tensor) -> None:
-        self.engine.restored()
+        self.engine.before_writing()
         self.engine.states.write_parameter(slot, value)
+        self.engine.restored(self.engine.slots[slot].master_extent)
 
     def has_states(self, slot: int) -> bool:
         return self.engine.slots[slot].trainable
@@ -157,16 +191,23 @@ class CompiledModel:
         """Give the model ordinary parameters again and remove the files. Idempotent."""
         if getattr(self.model, ATTRIBUTE, None) is not self:
             return
-        self.engine.settle()
+        self.engine.let_go()
+        if self.engine.micro_batches.torn:
+            warnings.warn(
+                "the last step failed half-way: some of the parameters that the model gets back were updated by it and "
+                "some were not",
+                stacklevel=4,
+            )
+        # All are read before any is replaced, so that a failing drive leaves the model as it is.
+        values = {slot: self.engine.states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
         for slot, original in self._originals.items():
-            module, name = original.places[0]
-            shell = module._parameters[name]
-            value = self.engine.states.read_parameter(slot).to(original.dtype).to(self.engine.device)
-            parameter = nn.Parameter(value, requires_grad=self.engine.slots[slot].trainable)
-            if isinstance(shell, Shell):
-                parameter.requires_grad_(shell.requires_grad)
-            for module, name in original.places:
-                module._parameters[name] = parameter
+            value = values.pop(slot).to(self.engine.device)
+            shells = [module._parameters.get(name) for module, name in original.places]
+            parameter = nn.Parameter(value, requires_grad=any(s.requires_grad for s in shells if isinstance(s, Shell)))
+            for (module, name), shell in zip(original.places, shells, strict=True):
+                if isinstance(shell, Shell):  # else it was replaced by its user
+                    module._parameters[name] = parameter
+                    shell.owner = None
         self.detach()
 
     def detach(self) -> None:

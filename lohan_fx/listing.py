@@ -78,19 +78,26 @@ class Line:
 def listing(gm: GraphModule, halves: Halves, plan: Plan) -> list[Line]:
     """The lines of ``gm``, which is one of ``halves``."""
     places = {node: place for place, node in enumerate(gm.graph.nodes)}
-    return [_line(node, _parts(node, gm, halves, plan), places, halves) for node in gm.graph.nodes]
+    forward = {node.name: node for node in halves.forward.graph.nodes}
+    return [_line(node, _parts(node, gm, halves, plan), places, halves, forward) for node in gm.graph.nodes]
 
 
-def _line(node: Node, parts: Sequence[str | Node | Name], places: dict[Node, int], halves: Halves) -> Line:
+def _line(
+    node: Node, parts: Sequence[str | Node | Name], places: dict[Node, int], halves: Halves, forward: dict[str, Node]
+) -> Line:
     cost = meta.cost(node)
-    parameter = halves.parameters.get(node.name) if node.op == "placeholder" else None
-    layer = parameter.name if parameter is not None else cost.layer
+    layer = cost.layer
+    if node.op == "placeholder":
+        # An input belongs where it is made or used: a parameter by its name, a saved value by the node that made it.
+        parameter = halves.parameters.get(node.name)
+        made = meta.cost(forward.get(node.name, node)).layer
+        layer = made if parameter is None else parameter.name.rpartition(".")[0]
     block = block_of(layer)
     return Line(
         name=node.name,
         type="" if node.op == "output" else type_of(meta.value(node)),
         parts=tuple(Read(places[part]) if isinstance(part, Node) else part for part in parts),
-        layer=cost.layer,
+        layer=layer if block is None else str(block[0]),
         block=None if block is None or node.op == "output" else block[0],
         is_input=node.op == "placeholder",
         is_start=node.target in ops.STARTS,

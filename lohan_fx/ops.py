@@ -12,9 +12,10 @@ threads: each slot is bound to a handler (the runtime of one compiled model), an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -31,6 +32,13 @@ class Handler(Protocol):
     def offload_grad(self, g: torch.Tensor, slot: int) -> None: ...
 
 
+class _Expected(threading.local):
+    """What is under way to this thread: a graph waits on the thread that it started things on."""
+
+    def __init__(self) -> None:
+        self.arrivals: dict[int, Callable[[], None]] = {}
+
+
 _library = torch.library.Library("lohan", "DEF")
 _library.define("fetch(Tensor shell, int slot) -> Tensor")
 _library.define("swap_out(Tensor x, int slot, str tier) -> Tensor")
@@ -39,7 +47,7 @@ _library.define("wait(Tensor(a) t) -> Tensor(a)")
 _library.define("offload_grad(Tensor g, int slot) -> ()")
 
 _handlers: dict[int, Handler] = {}
-_arrivals: dict[int, Callable[[], None]] = {}
+_expected = _Expected()
 _slots = itertools.count()
 _lock = threading.Lock()
 
@@ -69,12 +77,18 @@ def expect(t: torch.Tensor, arrival: Callable[[], None]) -> None:
 
     The runtime that expects ``t`` keeps it alive until then, so that its address names it.
     """
-    _arrivals[t._cdata] = arrival
+    _expected.arrivals[t._cdata] = arrival
 
 
-def forget(t: torch.Tensor) -> None:
-    """``t`` is no longer expected (its step was abandoned)."""
-    _arrivals.pop(t._cdata, None)
+@contextlib.contextmanager
+def expecting() -> Iterator[None]:
+    """Around a graph: where it fails, what it started and will not wait for any more is let go."""
+    before = dict(_expected.arrivals)
+    try:
+        yield
+    except BaseException:
+        _expected.arrivals = before
+        raise
 
 
 def _handler(slot: int) -> Handler:
@@ -97,7 +111,7 @@ def _swap_in(handle: torch.Tensor, slot: int) -> torch.Tensor:
 
 
 def _wait(t: torch.Tensor) -> torch.Tensor:
-    arrival = _arrivals.pop(t._cdata, None)
+    arrival = _expected.arrivals.pop(t._cdata, None)
     if arrival is not None:
         arrival()
     return t

@@ -7,18 +7,16 @@ The arithmetic is torch's own: with the same ``fused`` the bits are those of ``t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from lohan_fx.errors import StepError
+from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.runtime.adam import AdamOptions
-from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
 from lohan_fx.shell import Shell
-
-_HYPER = ("lr", "betas", "eps", "weight_decay", "maximize", "fused")
-
 
 class Adam(torch.optim.Optimizer):
     """Adam over the parameters of one compiled model, updated inside the backward.
@@ -50,19 +48,19 @@ class Adam(torch.optim.Optimizer):
         fused: bool | None = None,
         accumulation_steps: int | None = None,
     ) -> None:
-        if amsgrad:
-            raise ValueError("amsgrad=True is not supported: it needs a third state per parameter; use amsgrad=False")
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps is {accumulation_steps}: expected at least 1, or None to learn it")
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
-            "fused": fused, "amsgrad": False,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize,
+            "foreach": None, "capturable": False, "differentiable": False, "fused": fused,
+            "decoupled_weight_decay": self._decoupled,
         }  # fmt: skip
         self._engine: Engine | None = None
         self._group_of: dict[int, int] = {}
         self._used: dict[int, AdamOptions] = {}
         super().__init__(params, defaults)
-        assert self._engine is not None
+        if self._engine is None:
+            raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
         if self._engine.options is not None:
             raise ValueError("this model has an optimizer already: use that one, or compile the model again")
         self._engine.options = self._options
@@ -72,27 +70,39 @@ class Adam(torch.optim.Optimizer):
         """As in torch; checks that the parameters are of one compiled model and the hyper-parameters in range."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_hyper(group)
-        for parameter in group["params"]:
+        try:
+            _check_hyper(group)
+            self._engine = self._engine_of(group["params"])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._group_of.update((parameter.slot, len(self.param_groups) - 1) for parameter in group["params"])
+
+    def _engine_of(self, parameters: Iterable[torch.Tensor]) -> Engine | None:
+        """The runtime that all of these parameters, and those of the groups before, belong to."""
+        found = self._engine
+        for parameter in parameters:
             if not isinstance(parameter, Shell) or parameter.owner is None:
                 raise TypeError(
                     f"{type(self).__name__} was given a parameter of shape {tuple(parameter.shape)} that is not of a "
                     "compiled model: create the optimizer after lohan_fx.compile(model, hw), from model.parameters()"
                 )
             engine: Engine = parameter.owner.engine  # type: ignore[attr-defined]
-            if self._engine is not None and engine is not self._engine:
+            if found is not None and engine is not found:
                 raise ValueError(
                     f"{parameter.parameter_name} is of another compiled model than the parameters before it: "
                     "create one optimizer per model"
                 )
-            self._engine = engine
-            self._group_of[parameter.slot] = len(self.param_groups) - 1
+            found = engine
+        return found
 
-    def _options(self, slot: int) -> AdamOptions:
-        """What the runtime asks when the gradient of ``slot`` arrives: the hyper-parameters as they are now."""
+    def _options(self, slot: int) -> AdamOptions | None:
+        """What the runtime asks when the gradient of ``slot`` arrives: the hyper-parameters as they are now.
+
+        None for a parameter in no group: as in torch, its gradient changes nothing.
+        """
         if slot not in self._group_of:
-            name = self._engine.slots[slot].name if self._engine else slot
-            raise StepError(f"{name} got a gradient but is in no param group: pass it, or set requires_grad_(False)")
+            return None
         options = self._current(self.param_groups[self._group_of[slot]])
         self._used[self._group_of[slot]] = options
         return options
@@ -128,11 +138,14 @@ class Adam(torch.optim.Optimizer):
                     f"{self._current(self.param_groups[index])}): the update ran inside the backward; change "
                     "hyper-parameters after step()"
                 )
-        self._engine.step(self._group_of.__contains__)
+        self._engine.step()
         self._used.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already."""
+        """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already.
+
+        ``set_to_none=False`` is taken for True: no zeros are kept, so what a step does not use is not updated by them.
+        """
         del set_to_none
         assert self._engine is not None
         self._engine.zero_grad()
@@ -142,7 +155,7 @@ class Adam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: all moments are read into memory (8 bytes per parameter)."""
         assert self._engine is not None
-        self._engine.settle()
+        self._engine.before_reading()
         shells = {shell.slot: shell for group in self.param_groups for shell in group["params"]}
         for slot, shell in shells.items():
             updates = self._engine.residency[slot].updates
@@ -159,10 +172,15 @@ class Adam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's: writes steps and moments to the store. Parameters without an entry get zero moments."""
         assert self._engine is not None
+        self._engine.before_writing()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        super().load_state_dict({**state_dict, "state": {}})
         shells = [shell for group in self.param_groups for shell in group["params"]]
-        self._engine.restored()
+        for group in state_dict["param_groups"]:
+            _check_hyper(group)
+        for index, shell in zip(saved, shells, strict=False):  # if they differ in number, torch says so below
+            _check_entry(state_dict["state"].get(index), shell)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._used.clear()
         for index, shell in zip(saved, shells, strict=True):
             entry = state_dict["state"].get(index)
             resident = self._engine.residency[shell.slot]
@@ -173,6 +191,7 @@ class Adam(torch.optim.Optimizer):
                 zeros = torch.zeros(shell.shape)
                 self._engine.states.write_moments(shell.slot, zeros, zeros)
                 resident.updates = 0
+        self._engine.restored(OPTIMIZER_STATES)
 
 
 class AdamW(Adam):
@@ -199,7 +218,42 @@ class AdamW(Adam):
         )  # fmt: skip
 
 
+def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """A hook before every optimizer's ``step``: one of torch's own would find no gradients, and silently do nothing."""
+    del args, kwargs
+    if isinstance(optimizer, Adam):
+        return
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if isinstance(parameter, Shell):
+            raise OffloadedParameterError(
+                f"{type(optimizer).__name__} of torch.optim was given {parameter.parameter_name}, which is offloaded: it "
+                "cannot update it; create lohan_fx.AdamW(model.parameters(), ...) after lohan_fx.compile"
+            )
+
+
+def _check_entry(entry: dict[str, Any] | None, shell: Shell) -> None:
+    """Before anything is written: is this the Adam state of a parameter like ``shell``?"""
+    if entry is None:
+        return
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        if name not in entry:
+            raise ValueError(
+                f"the saved state of {shell.parameter_name} has no {name} but {', '.join(entry)}: it is not of Adam"
+            )
+    for name in ("exp_avg", "exp_avg_sq"):
+        if entry[name].shape != shell.shape:
+            raise ValueError(
+                f"the saved {name} of {shell.parameter_name} has shape {tuple(entry[name].shape)}; the parameter has "
+                f"{tuple(shell.shape)}: load the state of an optimizer over the same parameters in the same order"
+            )
+
+
 def _check_hyper(group: dict[str, Any]) -> None:
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+    if missing:
+        raise ValueError(f"a param group has no {', '.join(missing)}: it is not of Adam")
+    if group.get("amsgrad"):
+        raise ValueError("amsgrad=True is not supported: it needs a third state per parameter; use amsgrad=False")
     beta1, beta2 = group["betas"]
     checks: Iterable[tuple[str, float, bool]] = (
         ("lr", float(group["lr"]), float(group["lr"]) >= 0.0),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lohan_fx.plan import ActivationPlan, Decision, Keep, ParameterPlan, Plan, Prediction, Recompute, Swap, Tier
+from lohan_fx.planner import STATE_BYTES
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
 K = TypeVar("K")
@@ -31,6 +32,26 @@ def plan_table(plan: Plan) -> str:
         parts.append(_prediction(plan.prediction))
     parts += [_activations(plan.activations), _parameters(plan.parameters)]
     return "\n\n".join(part for part in parts if part)
+
+
+def plan_summary(plan: Plan) -> str:
+    """The same in short: of activations, parameters and states only how many bytes are where."""
+    parts = [_header(plan)]
+    if plan.prediction is not None:
+        parts.append(_prediction(plan.prediction))
+    return "\n\n".join([*parts, _sums(plan)])
+
+
+def _sums(plan: Plan) -> str:
+    activations = [(name, [a.bytes for a in plan.activations if a.decision == d]) for name, d in DECISIONS]
+    trained = [p for p in plan.parameters if p.trainable]
+    parameters = [(f"on {tier}", [p.bytes for p in plan.parameters if p.home is tier]) for tier in Tier]
+    states = [(f"on {tier}", [STATE_BYTES * p.numel for p in trained if p.states_home is tier]) for tier in Tier]
+    rows = []
+    for name, places in (("activations", activations), ("parameters", parameters), ("states", states)):
+        sizes = [f"{format_bytes(sum(found))} {place}" for place, found in places if found]
+        rows.append([name, format_bytes(sum(sum(found) for _, found in places)), ", ".join(sizes)])
+    return "\n".join(table(["bytes of", "in all", "of which"], rows, left=(0, 2)))
 
 
 def _header(plan: Plan) -> str:
@@ -111,7 +132,9 @@ def _parameters(parameters: Sequence[ParameterPlan]) -> str:
         lambda p: (_numbers_out(p.name), p.numel, p.bytes, p.trainable, p.home, p.states_home, p.optimizer_runs),
     )
     rows = []
-    for found in alike.values():
+    # Rows of one name stand together, whatever the homes.
+    by_name = _grouped(alike.values(), lambda found: _numbers_out(found[0].name))
+    for found in (found for group in by_name.values() for found in group):
         first = found[0]
         states = str(first.states_home) if first.states_home is not None else "-"
         runs = first.optimizer_runs.replace("_", " ") if first.trainable else "frozen"

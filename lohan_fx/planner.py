@@ -7,6 +7,7 @@ activations are saved. Forced policies skip the search, for tests and comparison
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.annotate import block_of
-from lohan_fx.passes.search import Choice, search, useful
+from lohan_fx.passes.search import Choice, read, search, useful
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -40,6 +41,10 @@ QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATE_BYTES = 12
 SMALL_PARAMETER_ELEMENTS = 1 << 15
 """Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
+SMALL_ACTIVATION_BYTES = 4096
+"""What is smaller is kept: moving it would cost an I/O request."""
+ATTEMPTS = 8
+"""How often a division that turns out not to fit is made again with less room."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Room:
-    """Bytes above the minimum that a division gives to each use."""
+    """Bytes that a division gives to each use: to kept activations in all, to the others above the minimum."""
 
     keep: int
     swap_host: int
@@ -112,35 +117,40 @@ def make_plan(problem: Problem, hw: HardwareProfile) -> Plan:
 
 
 def _forced(problem: Problem, decision: Decision, home: Tier, states_home: Tier) -> Plan:
-    """Every useful activation by ``decision``; those that must be saved are kept where that says recompute."""
-    must_save = problem.activations.mandatory
-    decisions = {
-        name: Keep() if isinstance(decision, Recompute) and name in must_save else decision
-        for name in useful(problem.activations)
-    }
+    """Everything by ``decision``; what must be saved is kept where that says recompute."""
+    found = problem.activations
+    recompute = isinstance(decision, Recompute)
+    decisions = _saving(problem, found.mandatory, Keep()) if recompute else _saving(problem, useful(found), decision)
     plan = _plan(problem, decisions, {p.name: home for p in problem.parameters}, states_home)
     _check(problem, plan, problem.device_peak(plan))
     return plan
+
+
+def _saving(problem: Problem, saved: Collection[str], decision: Decision) -> dict[str, Decision]:
+    """``decision`` for those of ``saved`` that are read at all, if all of them are saved; the others are dropped."""
+    kept = read(problem.activations, saved)
+    return {name: decision if name in kept else Recompute() for name in useful(problem.activations)}
 
 
 # --- searched -------------------------------------------------------------------------------------------------
 
 
 def _searched(problem: Problem, hw: HardwareProfile) -> Plan:
-    keep: dict[str, Decision] = dict.fromkeys(useful(problem.activations), Keep())
-    everything = _plan(problem, keep, _homes(problem, Tier.DEVICE), Tier.HOST)
+    decisions = _saving(problem, useful(problem.activations), Keep())
+    everything = _plan(problem, decisions, _homes(problem, Tier.DEVICE), Tier.HOST)
     if not _missing(problem, everything, problem.device_peak(everything)):
         return everything
     least, least_peak = _least(problem)
-    room = _room(problem, least, least_peak)
-    slack = 0
-    for _ in range(8):
-        found = [_divide(problem, hw, division) for division in _divisions(problem, room, slack)]
+    kept = sum(a.bytes for a in least.activations if isinstance(a.decision, Keep))
+    device, host = _room(problem, least, least_peak)
+    for _ in range(ATTEMPTS):
+        found = [_divide(problem, hw, room) for room in _divisions(problem, kept, max(device, 0), max(host, 0))]
         plan = min(found, key=lambda pair: pair[0])[1]
         excess = _missing(problem, plan, problem.device_peak(plan))
         if not excess:
             return plan
-        slack += sum(excess.values())
+        device -= max(excess.values()) if problem.budgets.shared else excess.get("device", 0)
+        host -= excess.get("host", 0)
     return least
 
 
@@ -148,10 +158,7 @@ def _least(problem: Problem) -> tuple[Plan, int]:
     """The plan that needs the least memory: what must be saved kept or, if that is too much, swapped to NVMe."""
     found: list[tuple[Plan, int]] = []
     for decision in (Keep(), Swap(Tier.NVME)):
-        decisions: dict[str, Decision] = {
-            name: decision if name in problem.activations.mandatory else Recompute()
-            for name in useful(problem.activations)
-        }
+        decisions = _saving(problem, problem.activations.mandatory, decision)
         plan = _plan(problem, decisions, _homes(problem, Tier.NVME), Tier.NVME)
         peak = problem.device_peak(plan)
         if not _missing(problem, plan, peak):
@@ -165,18 +172,18 @@ def _least(problem: Problem) -> tuple[Plan, int]:
 def _room(problem: Problem, least: Plan, peak: int) -> tuple[int, int]:
     """(device, host) bytes that are left above the least plan; on a CPU all of it is counted as device."""
     budgets = problem.budgets
-    if budgets.shared:
-        return min(budgets.host_memory_bytes - budgets.fixed_bytes, budgets.device_memory_bytes) - peak, 0
-    return budgets.device_memory_bytes - peak, budgets.host_memory_bytes - budgets.fixed_bytes
+    device = budgets.device_memory_bytes - peak - resident_bytes(least)[0]
+    host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
+    return (min(device, host - peak - resident_bytes(least)[0]), 0) if budgets.shared else (device, host)
 
 
-def _divisions(problem: Problem, room: tuple[int, int], slack: int) -> list[_Room]:
-    device, host = max(room[0] - slack, 0), room[1]
+def _divisions(problem: Problem, kept: int, device: int, host: int) -> list[_Room]:
+    """The ways to divide ``device`` and ``host`` bytes, where ``kept`` bytes of activations stay anyway."""
     if problem.budgets.shared:
         shares = [(p, s) for p, s in itertools.product(QUARTERS, QUARTERS) if p + s <= 1]
-        return [_Room(int(device * (1 - p - s)), 0, int(device * p), int(device * s)) for p, s in shares]
+        return [_Room(kept + int(device * (1 - p - s)), 0, int(device * p), int(device * s)) for p, s in shares]
     return [
-        _Room(int(device * (1 - p)), int(host * (1 - s)), int(device * p), int(host * s))
+        _Room(kept + int(device * (1 - p)), int(host * (1 - s)), int(device * p), int(host * s))
         for p, s in itertools.product(QUARTERS, QUARTERS)
     ]
 
@@ -184,13 +191,21 @@ def _divisions(problem: Problem, room: tuple[int, int], slack: int) -> list[_Roo
 def _divide(problem: Problem, hw: HardwareProfile, room: _Room) -> tuple[tuple[float, int], Plan]:
     """The best plan under one division, with (seconds, resident bytes) to compare it by."""
     homes = _homes(problem, Tier.NVME)
-    homes.update(dict.fromkeys(_fill(room.parameters, {p.name: p.bytes for p in problem.parameters}), Tier.DEVICE))
-    states = {p.name: STATE_BYTES * p.numel for p in problem.parameters if p.trainable}
-    resident = set(_fill(room.states, states))
+    large = [p for p in problem.parameters if homes[p.name] is Tier.NVME]
+    homes.update(dict.fromkeys(_fill(room.parameters, {p.name: p.bytes for p in large}), Tier.DEVICE))
+    resident = {p.name for p in problem.parameters if p.numel <= SMALL_PARAMETER_ELEMENTS}
+    resident.update(_fill(room.states, {p.name: STATE_BYTES * p.numel for p in large if p.trainable}))
+
+    fixed_work = _work(problem, homes, resident)
 
     def step_s(saved_bytes: int, recompute_s: float) -> float:
         swapped = max(0, saved_bytes - room.keep)
-        work = _work(problem, homes, resident, recompute_s, swapped, max(0, swapped - room.swap_host))
+        work = dataclasses.replace(
+            fixed_work,
+            recompute_s=recompute_s,
+            swapped_bytes=swapped,
+            swapped_nvme_bytes=max(0, swapped - room.swap_host),
+        )
         return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
 
     choice = search(problem.activations, step_s)
@@ -218,7 +233,7 @@ def _place(problem: Problem, choice: Choice, room: _Room) -> dict[str, Decision]
         nbytes = problem.activations.activations[name].bytes
         if name not in choice.saved:
             decisions[name] = Recompute()
-        elif kept + nbytes <= room.keep or nbytes < 4096 or name in problem.activations.mandatory and not room.swap_host:
+        elif kept + nbytes <= room.keep or nbytes < SMALL_ACTIVATION_BYTES:
             decisions[name] = Keep()
             kept += nbytes
         elif swapped + nbytes <= room.swap_host:
@@ -229,24 +244,23 @@ def _place(problem: Problem, choice: Choice, room: _Room) -> dict[str, Decision]
     return decisions
 
 
-def _work(
-    problem: Problem, homes: dict[str, Tier], resident: Collection[str], recompute_s: float, swapped: int, nvme: int
-) -> cost.Work:
-    """The step's work before there are rewritten graphs: each parameter is fetched once per stage."""
+def _work(problem: Problem, homes: dict[str, Tier], resident: Collection[str]) -> cost.Work:
+    """The step's work before there are rewritten graphs, activations aside: each parameter is fetched once per stage."""
     fetched = sum(p.bytes for p in problem.parameters if homes[p.name] is not Tier.DEVICE)
     trained = [p for p in problem.parameters if p.trainable]
     away = sum(p.numel for p in trained if p.name not in resident)
-    copied = sum(p.bytes for p in trained if homes[p.name] is Tier.NVME and p.bytes != 4 * p.numel)
+    own_copies = (p for p in trained if p.bytes != 4 * p.numel or p.name in resident)
+    copied = sum(p.bytes for p in own_copies if homes[p.name] is Tier.NVME)
     return cost.Work(
         forward_s=problem.forward_s,
         backward_s=problem.backward_s,
-        recompute_s=recompute_s,
+        recompute_s=0.0,
         fetched_forward_bytes=fetched,
         fetched_forward_nvme_bytes=fetched,
         fetched_backward_bytes=fetched,
         fetched_backward_nvme_bytes=fetched,
-        swapped_bytes=swapped,
-        swapped_nvme_bytes=nvme,
+        swapped_bytes=0,
+        swapped_nvme_bytes=0,
         gradient_bytes=sum(p.bytes for p in trained),
         state_read_bytes=STATE_BYTES * away,
         state_write_bytes=STATE_BYTES * away + copied,

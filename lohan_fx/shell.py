@@ -30,6 +30,9 @@ class ShellOwner(Protocol):
 _streaming: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_streaming", default=False)
 
 # Nothing here tells of a parameter's values. A version of torch that lacks one does without.
+# Whether what Dynamo traces is a compiled model of ours. A plain global, because Dynamo must read it.
+_capturing = False
+
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _grad_fn output_nr retains_grad grad_dtype "
     "name is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan is_mkldnn is_nested is_quantized "
@@ -67,7 +70,9 @@ class Shell(torch.nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Tracing comes first: Dynamo reads this function too, and must not meet what it cannot trace.
+        # Dynamo reads this function too, and must not meet what it cannot trace; hence the order.
+        if torch.compiler.is_compiling() and not _capturing:
+            torch._dynamo.graph_break("a model compiled by lohan_fx runs in its own graph")
         if _tracing() or func in _METADATA or getattr(func, "namespace", "") == "lohan":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -103,6 +108,10 @@ class Shell(torch.nn.Parameter):
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Never:  # type: ignore[override]
+        """Refused here, because PyTorch does not ask ``__torch_function__`` about it."""
+        _refuse("set_", self, *args, **kwargs)
+
     def __deepcopy__(self, memo: object) -> Never:
         del memo
         _refuse("copy.deepcopy", self)
@@ -134,6 +143,17 @@ def streaming() -> Iterator[None]:
         yield
     finally:
         _streaming.reset(token)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Around the call of a compiled model: what Dynamo traces within is its graph, not somebody else's."""
+    global _capturing
+    before, _capturing = _capturing, True
+    try:
+        yield
+    finally:
+        _capturing = before
 
 
 def _tracing() -> bool:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from lohan_fx import meta, ops
+from lohan_fx.errors import CaptureError
 from lohan_fx.meta import Cost, Lane, Phase
 
 Size = int | torch.SymInt
@@ -204,5 +205,8 @@ def at_hint(size: Size) -> int:
         return int(size)
     hint = size.node.hint
     if hint is None:
-        raise ValueError(f"size {size} has no example value: a data-dependent size cannot be planned")
+        raise CaptureError(
+            f"a tensor has the size {size}, which depends on values and not on input shapes, so no memory can be planned "
+            "for it: replace what makes it (nonzero, masked_select, x[mask]) by torch.where or padding"
+        )
     return int(hint)

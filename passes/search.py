@@ -77,14 +77,14 @@ class _Unit:
     seconds: float
 
 
-def search(found: ActivationGraph, step_s: Callable[[int, float], float], *, most_bytes: int | None = None) -> Choice:
+def search(found: ActivationGraph, step_s: Callable[[int, float], float]) -> Choice:
     """Algorithm 1, corrected (mechanisms B4): save units by benefit per byte while the step does not get slower.
 
-    ``step_s(saved_bytes, recompute_s)`` prices a state of the search; ``most_bytes`` bounds what can be saved at
-    all. Starts from the mandatory values. The walk crosses a plateau and stops where the time is strictly worse
-    (LoHan's ``>=`` stops on plateaus). The benefit is seconds per byte, which for matmuls orders as LoHan's
-    FLOP per byte does, and gives pointwise ops, which LoHan counts as free, their memory time. A unit whose closure
-    frees nothing yet is passed over and tried again once its neighbours are saved.
+    ``step_s(saved_bytes, recompute_s)`` prices a state of the search. Starts from the mandatory values. The walk
+    crosses a plateau and stops where the time is strictly worse (LoHan's ``>=`` stops on plateaus). The benefit is
+    seconds per byte, which for matmuls orders as LoHan's FLOP per byte does, and gives pointwise ops, which LoHan
+    counts as free, their memory time. A unit whose closure frees nothing yet is passed over and tried again once its
+    neighbours are saved. What nothing reads any more, because values after it were saved too, is not saved in the end.
     """
     saved = set(found.mandatory)
     saved_bytes = sum(found.activations[name].bytes for name in saved)
@@ -99,25 +99,24 @@ def search(found: ActivationGraph, step_s: Callable[[int, float], float], *, mos
             names = [name for name in unit.names if name in exact.recomputed]
             unit_bytes = sum(found.activations[name].bytes for name in names)
             gain = sum(found.seconds[name] for name in exact.freed_by(names))
-            if gain <= 0 or (most_bytes is not None and saved_bytes + unit_bytes > most_bytes):
+            if gain <= 0:
                 passed_over.append(unit)
                 continue
             time = step_s(saved_bytes + unit_bytes, recompute_s - gain)
             if time > best * (1 + PRECISION):
-                return _choice(found, saved, saved_bytes, best)
+                return _choice(found, saved, step_s)
             exact.save(names)
             saved.update(names)
             saved_bytes, recompute_s, best, moved = saved_bytes + unit_bytes, recompute_s - gain, time, True
         waiting = passed_over
-    return _choice(found, saved, saved_bytes, best)
+    return _choice(found, saved, step_s)
 
 
-def fixed(found: ActivationGraph, saved: Iterable[str], step_s: Callable[[int, float], float]) -> Choice:
-    """The ``Choice`` for a given set of saved values (a forced plan); the mandatory ones are added."""
-    names = set(saved) | found.mandatory
-    names_bytes = sum(found.activations[name].bytes for name in names)
-    recompute_s = sum(found.seconds[name] for name in closure(found, names))
-    return _choice(found, names, names_bytes, step_s(names_bytes, recompute_s))
+def read(found: ActivationGraph, saved: Collection[str]) -> set[str]:
+    """Those of ``saved`` that the backward or a recomputation reads."""
+    reached: set[str] = set()
+    closure(found, saved, reached=reached)
+    return reached
 
 
 def useful(found: ActivationGraph) -> list[str]:
@@ -137,13 +136,16 @@ def _units(found: ActivationGraph, recomputed: Collection[str]) -> list[_Unit]:
     ]
 
 
-def _choice(found: ActivationGraph, saved: set[str], saved_bytes: int, step_s: float) -> Choice:
-    recomputed = closure(found, saved)
+def _choice(found: ActivationGraph, saved: set[str], step_s: Callable[[int, float], float]) -> Choice:
+    kept = read(found, saved) | found.mandatory
+    recomputed = closure(found, kept)
+    saved_bytes = sum(found.activations[name].bytes for name in kept)
+    recompute_s = sum(found.seconds[name] for name in recomputed)
     return Choice(
-        saved=frozenset(saved),
+        saved=frozenset(kept),
         saved_bytes=saved_bytes,
         recomputed=frozenset(recomputed),
-        recompute_s=sum(found.seconds[name] for name in recomputed),
+        recompute_s=recompute_s,
         recompute_flops=sum(found.flops[name] for name in recomputed),
-        step_s=step_s,
+        step_s=step_s(saved_bytes, recompute_s),
     )

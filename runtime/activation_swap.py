@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -54,12 +54,14 @@ class ActivationSwap:
         self._machine = machine
         self._arena = arena
         self._away: dict[int, _Swapped] = {}
+        self._abandoned: deque[_Swapped] = deque()
         self._keys = itertools.count(1)
         self._extents = itertools.count()
         self._free_extents: defaultdict[int, list[str]] = defaultdict(list)
 
     def prepare(self, sizes_bytes: list[int]) -> None:
         """Preallocate places in the store for swaps of these sizes, so that a step finds them there."""
+        self._reclaim()
         wanted: dict[int, int] = defaultdict(int)
         for nbytes in sizes_bytes:
             wanted[nbytes] += 1
@@ -80,6 +82,7 @@ class ActivationSwap:
     def swap_out(self, x: torch.Tensor, tier: str) -> torch.Tensor:
         """Start moving ``x`` to ``tier`` ("host" or "nvme"; to NVMe where host memory is full); returns the handle."""
         machine = self._machine
+        self._reclaim()
         key = next(self._keys)
         dense = _is_dense(x)
         flat = _flat_bytes(x if dense else x.contiguous())
@@ -219,9 +222,18 @@ class ActivationSwap:
             back.part_done(problem, moment)
 
     def _abandon(self, key: int) -> None:
-        """The handle died. If nobody fetched the tensor back, its place is given up once its bytes have settled."""
+        """The handle died, and nobody fetched the tensor back.
+
+        The collector may run this anywhere, also on a thread that holds one of our locks; so it only takes a note.
+        """
         away = self._away.pop(key, None)
         if away is not None:
+            self._abandoned.append(away)
+
+    def _reclaim(self) -> None:
+        """Give up the places of abandoned tensors, each once its bytes have settled."""
+        while self._abandoned:
+            away = self._abandoned.popleft()
             away.left.then(functools.partial(self._give_up_place, away))
 
     def _give_up_place(self, away: _Swapped) -> None:

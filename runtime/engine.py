@@ -36,8 +36,11 @@ from lohan_fx.runtime.timeline import Timeline
 
 SSD_THREADS = 3
 
-Options = Callable[[int], AdamOptions]
-"""slot -> the hyper-parameters of its update now."""
+Options = Callable[[int], AdamOptions | None]
+"""slot -> the hyper-parameters of its update now; None where the optimizer was not given that parameter."""
+
+OPTIMIZER_STATES = "optimizer states"
+"""What ``restored`` calls the moments of all parameters."""
 
 
 class Engine:
@@ -49,7 +52,8 @@ class Engine:
         self.device = device
         self.timeline = Timeline()
         self.residency = {slot: Residency() for slot in self.slots}
-        self.micro_batches = MicroBatches()
+        trained = [slot.master_extent for slot in slots if slot.trainable]
+        self.micro_batches = MicroBatches([*trained, OPTIMIZER_STATES] if trained else [])
         self.states = States(store, self.slots, self.residency)
         self.options: Options | None = None
         self._activation_slots: list[int] = []
@@ -138,10 +142,13 @@ class Engine:
         return self._swap.swap_in(handle)
 
     def offload_grad(self, g: torch.Tensor, slot: int) -> None:
+        assert self.options is not None
+        options = self.options(slot)
+        if options is None:
+            return
         if self._applying:
-            assert self.options is not None
             self.micro_batches.gradient_applied()
-            self._optimizer.offer(slot, g, Purpose.APPLY, self.options(slot))
+            self._optimizer.offer(slot, g, Purpose.APPLY, options)
         else:
             self.states.make_room_to_hold(slot)
             self._optimizer.offer(slot, g, Purpose.HOLD, None)
@@ -152,7 +159,7 @@ class Engine:
     def forward(self, *, training: bool) -> Iterator[None]:
         """Around a forward graph."""
         self.micro_batches.forward_begins()
-        with self._on_the_clock("forward"):
+        with ops.expecting(), self._on_the_clock("forward"):
             yield
         if training:
             self.micro_batches.forward_opens()
@@ -166,11 +173,11 @@ class Engine:
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
             )
         self._applying = self.micro_batches.backward_begins()
-        if self.holds_gradients():
+        if self._any_held():
             # What is held may be on its way to NVMe; this backward's gradients are added to it.
             self._optimizer.barrier()
         try:
-            with self._on_the_clock("backward"):
+            with ops.expecting(), self._on_the_clock("backward"):
                 yield
         except BaseException as error:
             self.micro_batches.backward_failed(error)
@@ -192,23 +199,29 @@ class Engine:
 
     def holds_gradients(self) -> bool:
         """Whether there are gradients that ``step`` has not counted yet."""
-        return self.micro_batches.backwards > 0
+        return (self.micro_batches.applied and not self.micro_batches.torn) or self._any_held()
 
-    def step(self, updates: Callable[[int], bool]) -> None:
-        """Finish the step: apply what is held of the slots for which ``updates``, and wait until all is in place."""
+    def _any_held(self) -> bool:
+        return any(resident.contributions for resident in self.residency.values())
+
+    def step(self) -> None:
+        """Finish the step: apply what is held, and wait until all is in place. May be called again if interrupted."""
+        if self._closed:
+            raise StepError("step() was called after the model was released: it has ordinary parameters again now")
         self.micro_batches.refuse_if_torn()
         assert self.options is not None
         if self._machine is None:
             return
-        if not self.micro_batches.applied:
-            self._optimizer.barrier()
-            for slot, resident in self.residency.items():
-                if resident.contributions and updates(slot):
-                    self._optimizer.apply_held(slot, self.options(slot))
         try:
             self._optimizer.barrier()
-        except BaseException as error:
-            self.micro_batches.gradient_applied()
+            # Also after an update in the backward: that of another micro-batch may have reached more parameters.
+            for slot, resident in self.residency.items():
+                options = self.options(slot) if resident.contributions else None
+                if options is not None:
+                    self.micro_batches.gradient_applied()
+                    self._optimizer.apply_held(slot, options)
+            self._optimizer.barrier()
+        except Exception as error:
             self.micro_batches.backward_failed(error)
             raise
         self.states.forget_held()
@@ -217,25 +230,40 @@ class Engine:
     def zero_grad(self) -> None:
         """Forget the gradients that are held."""
         self.micro_batches.gradients_dropped()
-        if self._machine is not None:
-            self._optimizer.barrier()
-        self.states.forget_held()
-
-    def settle(self) -> None:
-        """Before states are read or written from outside: nothing may be under way."""
-        if self._machine is not None and self.micro_batches.backwards == 0:
-            self._machine.d2h.drain()
-            self._machine.cpu.drain()
-            self._machine.ssd.drain()
-        elif self._machine is not None:
-            self._optimizer.barrier()
-
-    def restored(self) -> None:
-        """Parameters or states were loaded from outside; a torn step is forgotten."""
-        if self._machine is not None:
+        if self._machine is not None and self._any_held():
+            # A failure to hold them is forgotten with them: no parameter has changed.
             self._optimizer.settle()
         self.states.forget_held()
-        self.micro_batches.states_restored()
+
+    def before_reading(self) -> None:
+        """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done."""
+        self.micro_batches.refuse_if_unfinished("parameters or optimizer states were read")
+        self._drain()
+
+    def before_writing(self) -> None:
+        """Before they are written from outside, which a torn step needs and one that only lacks ``step`` forbids."""
+        if not self.micro_batches.torn:
+            self.micro_batches.refuse_if_unfinished("parameters or optimizer states were loaded")
+            self._drain()
+        elif self._machine is not None:
+            self._optimizer.settle()
+
+    def restored(self, state: str) -> None:
+        """``state`` (the extent of a master, or ``OPTIMIZER_STATES``) was written from outside."""
+        torn = self.micro_batches.torn
+        self.micro_batches.restored(state)
+        if torn and not self.micro_batches.torn:
+            self.states.forget_held()
+
+    def let_go(self) -> None:
+        """Before the end: wait until nothing is under way, whatever has become of it."""
+        if self._machine is not None:
+            self._optimizer.settle()
+
+    def _drain(self) -> None:
+        if self._machine is not None:
+            for lane in (self._machine.d2h, self._machine.cpu, self._machine.ssd):
+                lane.drain()
 
     def swapped_out(self) -> int:
         """Activations that are away now (0 between steps)."""

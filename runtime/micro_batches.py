@@ -11,13 +11,20 @@ Pure bookkeeping: no threads, no tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lohan_fx.errors import StepError
 
 
 class MicroBatches:
-    """Counts forwards and backwards between two steps."""
+    """Counts forwards and backwards between two steps.
 
-    def __init__(self) -> None:
+    ``states`` names everything that updates change: what must be written anew after a step that failed half-way.
+    """
+
+    def __init__(self, states: Iterable[str] = ()) -> None:
+        self._states = frozenset(states)
+        self._stale: set[str] = set()
         self.expected: int | None = None
         self._backwards = 0
         self._open_forwards = 0
@@ -51,7 +58,7 @@ class MicroBatches:
 
     def forward_closes(self) -> None:
         """A training forward's backward ran, or its graph was dropped without one."""
-        self._open_forwards -= 1
+        self._open_forwards = max(0, self._open_forwards - 1)
 
     def backward_begins(self) -> bool:
         """A backward starts. Returns whether its gradients are to be applied right away."""
@@ -75,11 +82,14 @@ class MicroBatches:
         """The backward raised. If updates had begun, parameters of two steps are mixed, and nothing may go on."""
         if self._applied:
             self._torn = f"{type(why).__name__}: {why}"
+            self._stale = set(self._states)
 
     def step_ends(self) -> None:
         """``optimizer.step()`` is done: learn how many backwards a step has."""
         if self._backwards:
             self.expected = self._backwards
+        # Forwards whose backward never ran: a later one would read parameters of this step, and autograd refuses it.
+        self._open_forwards = 0
         self._forget_step()
 
     def gradients_dropped(self) -> None:
@@ -92,13 +102,29 @@ class MicroBatches:
         if not self._torn:
             self._forget_step()
 
-    def states_restored(self) -> None:
-        """All parameters and states were written anew: nothing is torn any more."""
-        self._torn = None
-        self._forget_step()
+    @property
+    def torn(self) -> bool:
+        """Whether a step failed half-way, and its parameters and states have not all been written anew."""
+        return self._torn is not None
+
+    def restored(self, state: str) -> None:
+        """``state`` was written anew. With the last of them nothing is torn any more."""
+        self._stale.discard(state)
+        if self._torn is not None and not self._stale:
+            self._torn = None
+            self._forget_step()
 
     def refuse_if_torn(self) -> None:
         self._refuse_torn()
+
+    def refuse_if_unfinished(self, what: str) -> None:
+        """Raises ``StepError`` where parameters and states are of no step: torn, or updated before ``step`` said so."""
+        self._refuse_torn()
+        if self._applied:
+            raise StepError(
+                f"{what} between backward and optimizer.step(), but the update already ran inside the backward: call "
+                "optimizer.step() first"
+            )
 
     def _forget_step(self) -> None:
         self._backwards = 0
@@ -108,6 +134,6 @@ class MicroBatches:
         if self._torn is not None:
             raise StepError(
                 f"a backward failed after some parameters had been updated ({self._torn}): the parameters are of two "
-                "different steps. Load a consistent state with model.load_state_dict and optimizer.load_state_dict, "
-                "or compile the model again"
+                f"different steps. Load model.load_state_dict and optimizer.load_state_dict of one step (not loaded yet: "
+                f"{', '.join(sorted(self._stale)[:3])}{', ...' if len(self._stale) > 3 else ''}), or compile the model again"
             )

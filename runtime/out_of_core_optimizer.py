@@ -21,7 +21,8 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,7 @@ class OutOfCoreOptimizer:
         self._arrived: deque[_Job] = deque()
         self._reading: deque[_Job] = deque()
         self._error: BaseException | None = None
+        self._error_raised = False
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
@@ -113,7 +115,8 @@ class OutOfCoreOptimizer:
         for job in jobs:
             source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
             leave = functools.partial(self._leave, job, source, after, left)
-            self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
+            with self._no_job_lost():
+                self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
         if not jobs:
             self._free_window(nbytes)
 
@@ -179,6 +182,9 @@ class OutOfCoreOptimizer:
         self._raise_error()
 
     def _raise_error(self) -> None:
+        if self._error is not None and not self._error_raised:
+            self._error_raised = True
+            raise self._error
         if self._error is not None:
             raise StepError(
                 f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
@@ -203,23 +209,19 @@ class OutOfCoreOptimizer:
         self._arrive(job)
 
     def _arrive(self, job: _Job) -> None:
-        with self._changed:
+        with self._no_job_lost(), self._changed:
             # Reading may start here and now unless older jobs still wait for a buffer: they come first.
             if self._arrived or not self._start_reading(job):
                 self._arrived.append(job)
-        self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
+            self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
 
     # --- on the cpu lane: one call per job, in order ----------------------------------------------------------
 
     def _advance(self) -> None:
-        try:
-            with self._changed:
-                while self._arrived and self._start_reading(self._arrived[0]):
-                    self._arrived.popleft()
-                job = self._reading.popleft() if self._reading else self._arrived.popleft()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        with self._no_job_lost(), self._changed:
+            while self._arrived and self._start_reading(self._arrived[0]):
+                self._arrived.popleft()
+            job = self._reading.popleft() if self._reading else self._arrived.popleft()
         try:
             if job.states is None:
                 self._read_into(job, self._machine.pool.acquire("optimizer"))
@@ -286,6 +288,15 @@ class OutOfCoreOptimizer:
             self._unfinished -= 1
             self._changed.notify_all()
 
+    @contextmanager
+    def _no_job_lost(self) -> Iterator[None]:
+        """What fails in here leaves a job that will never finish: those who wait for it must hear of it."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
@@ -302,7 +313,13 @@ class OutOfCoreOptimizer:
         for lane in (self._machine.d2h, self._machine.cpu, self._machine.ssd):
             lane.drain(max(0.1, deadline_s - time.monotonic()))
         with self._changed:
-            self._error = None
+            for job in (*self._arrived, *self._reading):
+                for buffer in (job.gradient, job.states.buffer if job.states else None):
+                    if buffer is not None:
+                        buffer.release()
+            self._arrived.clear()
+            self._reading.clear()
+            self._error, self._error_raised = None, False
             self._unfinished = self._window_used = 0
 
 

@@ -1,8 +1,7 @@
-"""What the end-to-end tests share: a hardware profile for the CPU, a clean Dynamo, quiet libraries."""
+"""What the end-to-end tests share: a hardware profile for the CPU, a clean Dynamo, no warnings of ours or about us."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 
@@ -11,19 +10,19 @@ import torch
 import transformers
 
 from lohan_fx.hardware import HardwareProfile
+from tests.end_to_end.recipes import cpu_profile
 
 
 @pytest.fixture
 def hw() -> HardwareProfile:
-    """The paper's machine with a CPU for a device: plans are for it, and nothing depends on this machine."""
-    profile = HardwareProfile.preset("rtx4090-12xP5510")
-    return dataclasses.replace(profile, device="cpu", host_memory_bytes=16 << 30)
+    return cpu_profile()
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lohan")
         warnings.filterwarnings("ignore", message="the hardware profile .* was not measured on this machine")
         yield
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 
 from tests.end_to_end.dit import DiffusionTransformer
 
@@ -33,6 +34,33 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass
+class Output:
+    """What the models written here return."""
+
+    loss: torch.Tensor
+    prediction: torch.Tensor
+
+
+class Perceptron(nn.Module):
+    """Traced in a moment: for what does not depend on the model. ``forward(x (B, 24), y (B, 8))``."""
+
+    def __init__(self, *, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 64)
+        self.norm = nn.LayerNorm(64)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Output:
+        prediction = self.down(self.dropout(F.gelu(self.norm(self.up(x.to(self.up.weight.dtype))))))
+        return Output(F.mse_loss(prediction, y.to(prediction.dtype)), prediction)
+
+
+def vectors(batch: int = 6) -> Batch:
+    return {"x": torch.randn(batch, 24), "y": torch.randn(batch, 8)}
 
 
 def tokens(batch: int = BATCH, length: int = TOKENS) -> Batch:
@@ -98,4 +126,5 @@ LLAMA = Case("llama", llama, tokens)
 OPT = Case("opt", opt, tokens)
 VIT = Case("vit", vit, images)
 DIT = Case("dit", DiffusionTransformer, diffusion)
+PERCEPTRON = Case("perceptron", Perceptron, vectors)
 CASES = (GPT2, LLAMA, OPT, VIT, DIT)

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,38 @@ from lohan_fx.plan import Plan
 NODE = re.compile(r"    (?:\w+: .+ = .+\(.*\)|return .*)")
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+Compiled = Callable[..., nn.Module]
+
+
+@contextmanager
+def compiling(directory: Path) -> Iterator[Compiled]:
+    """``compiled(model, policy, **inputs)``: the model, compiled and captured; released at the end."""
+    models: list[nn.Module] = []
+
+    def compile_one(model: nn.Module, policy: str, **inputs: torch.Tensor) -> nn.Module:
+        own = directory / str(len(models))
+        own.mkdir()
+        models.append(lohan_fx.compile(model, hw(), nvme=[own], host_memory="2GiB", policy=policy))
+        lohan_fx.prepare(model, **inputs)
+        return model
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the hardware profile .* was not measured on this machine")
-        yield
+        yield compile_one
+    for model in models:
+        lohan_fx.release(model)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Iterator[Compiled]:
+    with compiling(tmp_path) as compile_one:
+        yield compile_one
+
+
+def hw() -> lohan_fx.HardwareProfile:
+    profile = lohan_fx.HardwareProfile.preset("rtx4090-12xP5510")
+    return dataclasses.replace(profile, device="cpu", host_memory_bytes=16 << 30)
 
 
 class Layer(nn.Module):
@@ -54,20 +81,11 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def compiled(model: nn.Module, directory: Path, policy: str, **inputs: torch.Tensor) -> nn.Module:
-    hw = lohan_fx.HardwareProfile.preset("rtx4090-12xP5510")
-    hw = dataclasses.replace(hw, device="cpu", host_memory_bytes=16 << 30)
-    directory.mkdir(exist_ok=True)
-    lohan_fx.compile(model, hw, nvme=[directory], host_memory="2GiB", compute_dtype=torch.float32, policy=policy)
-    lohan_fx.prepare(model, **inputs)
-    return model
+def stack(compiled: Compiled, policy: str, *, layers: int = 5) -> nn.Module:
+    return compiled(Stack(layers), policy, x=torch.zeros(8, 64, dtype=torch.bfloat16))
 
 
-def stack(directory: Path, policy: str, *, layers: int = 4) -> nn.Module:
-    return compiled(Stack(layers), directory, policy, x=torch.zeros(8, 64))
-
-
-def llama(directory: Path, policy: str, *, layers: int) -> nn.Module:
+def llama(compiled: Compiled, policy: str, *, layers: int) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
@@ -82,13 +100,13 @@ def llama(directory: Path, policy: str, *, layers: int) -> nn.Module:
         max_position_embeddings=64,
     )
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    model = transformers.LlamaForCausalLM(config).train()
-    return compiled(model, directory, policy, input_ids=ids, labels=ids)
+    return compiled(transformers.LlamaForCausalLM(config).train(), policy, input_ids=ids, labels=ids)
 
 
-@pytest.fixture
-def six_layers(tmp_path: Path) -> nn.Module:
-    return llama(tmp_path, "swap-nvme", layers=6)
+@pytest.fixture(scope="module")
+def six_layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
+    with compiling(tmp_path_factory.mktemp("nvme")) as compile_one:
+        yield llama(compile_one, "swap-nvme", layers=6)
 
 
 def halves_of(model: nn.Module) -> Halves:
@@ -109,22 +127,25 @@ def titles(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["swap-nvme", "recompute"])
-def test_a_small_model(policy: str, tmp_path: Path, check_golden: Callable[[str, str], None]) -> None:
-    check_golden(f"stack_{policy}", lohan_fx.dump(stack(tmp_path, policy)))
+def test_a_small_model(policy: str, compiled: Compiled, check_golden: Callable[[str, str], None]) -> None:
+    check_golden(f"stack_{policy}", lohan_fx.dump(stack(compiled, policy)))
 
 
-def test_a_llama(tmp_path: Path, check_golden: Callable[[str, str], None]) -> None:
+@pytest.mark.slow
+def test_a_llama(compiled: Compiled, check_golden: Callable[[str, str], None]) -> None:
     """Its graph depends on the versions of PyTorch and transformers: those of constraints.txt made the golden text."""
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", Path("constraints.txt").read_text(), re.MULTILINE))
+    constraints = Path(__file__).parents[2] / "constraints.txt"
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints.read_text(), re.MULTILINE))
     for package in ("torch", "transformers"):
         if version(package).split("+")[0] != pinned[package]:
             pytest.skip(f"the golden text is for {package} {pinned[package]}")
-    check_golden("llama_recompute", lohan_fx.dump(llama(tmp_path, "recompute", layers=2)))
+    check_golden("llama_recompute", lohan_fx.dump(llama(compiled, "recompute", layers=2)))
 
 
 # --- folding --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_layers_are_shown_once(six_layers: nn.Module) -> None:
     text = lohan_fx.dump(six_layers)
     folded = [title for title in titles(text) if "equal" in title and not title.startswith("inputs")]
@@ -137,6 +158,7 @@ def test_equal_layers_are_shown_once(six_layers: nn.Module) -> None:
     assert re.search(r"swap_out\(\w+ -> nvme\)", text) and re.search(r"swap_in\(\w+ <- nvme\)", text)
 
 
+@pytest.mark.slow
 def test_unfolded_every_node_has_a_line(six_layers: nn.Module) -> None:
     folded, unfolded = lohan_fx.dump(six_layers), lohan_fx.dump(six_layers, unfold=True)
     names = [node.name for _, gm in halves_of(six_layers).graphs() for node in gm.graph.nodes if node.op != "output"]
@@ -149,17 +171,17 @@ def test_unfolded_every_node_has_a_line(six_layers: nn.Module) -> None:
     assert "{i" not in unfolded
 
 
-def test_recomputed_ops_are_named_so(tmp_path: Path) -> None:
-    text = lohan_fx.dump(stack(tmp_path, "recompute"))
+def test_recomputed_ops_are_named_so(compiled: Compiled) -> None:
+    text = lohan_fx.dump(stack(compiled, "recompute", layers=2))
     backward = text.partition("backward: ")[2]
-    assert re.search(r"recompute_relu\w*: f32\[8, 1024\] = aten.relu\(", backward)
+    assert re.search(r"recompute_mm\w*: bf16\[8, 1024\] = aten.mm\(", backward)
+    assert re.search(r"recompute_relu\w*: bf16\[8, 1024\] = aten.relu\(recompute_mm", backward)
     assert "recompute_" not in text.partition("backward: ")[0]
 
 
-def test_the_text_does_not_depend_on_slots_or_runs(tmp_path: Path) -> None:
+def test_the_text_does_not_depend_on_slots_or_runs(compiled: Compiled) -> None:
     """The second model of a process gets other slots, files and addresses."""
-    first = stack(tmp_path / "a", "swap-nvme")
-    second = stack(tmp_path / "b", "swap-nvme")
+    first, second = (stack(compiled, "swap-nvme", layers=2) for _ in range(2))
     slots = [{p.slot for p in halves_of(model).parameters.values()} for model in (first, second)]
     assert not slots[0] & slots[1]
     assert lohan_fx.dump(first) == lohan_fx.dump(second)
@@ -169,6 +191,7 @@ def test_the_text_does_not_depend_on_slots_or_runs(tmp_path: Path) -> None:
 # --- data -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_holds_the_plan_and_all_nodes(six_layers: nn.Module) -> None:
     data = json.loads(lohan_fx.dump(six_layers, format="json"))
     found: Any = six_layers._lohan_fx
@@ -188,8 +211,8 @@ def test_json_holds_the_plan_and_all_nodes(six_layers: nn.Module) -> None:
     assert all(group["repeats"] == 1 for group in unfolded["graphs"]["forward"]["groups"])
 
 
-def test_a_plan_alone(tmp_path: Path) -> None:
-    model = stack(tmp_path, "swap-nvme")
+def test_a_plan_alone(compiled: Compiled) -> None:
+    model = stack(compiled, "swap-nvme", layers=2)
     found: Any = model._lohan_fx
     plan: Plan = found.plans[-1]
     text = lohan_fx.dump(plan)
@@ -201,19 +224,16 @@ def test_a_plan_alone(tmp_path: Path) -> None:
 # --- which graph ----------------------------------------------------------------------------------------------
 
 
-def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(tmp_path: Path) -> None:
-    model = stack(tmp_path, "swap-nvme", layers=2)
-    lohan_fx.prepare(model, x=torch.zeros(4, 64))
+def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(compiled: Compiled) -> None:
+    model = stack(compiled, "swap-nvme", layers=2)
+    lohan_fx.prepare(model, x=torch.zeros(4, 64, dtype=torch.bfloat16))
     with torch.no_grad():
-        lohan_fx.prepare(model.eval(), x=torch.zeros(8, 64))
+        lohan_fx.prepare(model.eval(), x=torch.zeros(8, 64, dtype=torch.bfloat16))
     text = lohan_fx.dump(model)
-    assert text.splitlines()[1:4] == [
-        "  0: training of f32[8, 64]",
-        "> 1: training of f32[4, 64]",
-        "  2: inference of f32[8, 64]",
-    ]
-    assert "backward: " in text
-    assert "  x: f32[4, 64]" not in text and "f32[4, 1024]" in text
+    captured = text.splitlines()[1:4]
+    assert captured[:2] == ["  0: training of bf16[8, 64]", "> 1: training of bf16[4, 64]"]
+    assert captured[2].startswith("  2: inference of ")
+    assert "backward: " in text and "bf16[4, 1024]" in text and "[8, 1024]" not in text
     inference = lohan_fx.dump(model, graph=2)
     assert "> 2: inference" in inference
     assert "backward: " not in inference
@@ -222,8 +242,8 @@ def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(tmp_pa
         lohan_fx.dump(model, graph=3)
 
 
-def test_lines_are_cut_at_the_width(tmp_path: Path) -> None:
-    model = stack(tmp_path, "swap-nvme", layers=2)
+def test_lines_are_cut_at_the_width(compiled: Compiled) -> None:
+    model = stack(compiled, "swap-nvme", layers=2)
     whole, cut = (lohan_fx.dump(model, width=width).splitlines() for width in (None, 40))
     assert len(whole) == len(cut)
     assert max(map(len, cut)) == 40
@@ -234,19 +254,28 @@ def test_lines_are_cut_at_the_width(tmp_path: Path) -> None:
 # --- refused --------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_show(tmp_path: Path) -> None:
+def test_what_is_not_compiled_is_refused() -> None:
     with pytest.raises(ValueError, match="not compiled"):
         lohan_fx.dump(Stack(1))
     with pytest.raises(TypeError, match="compiled model or a Plan; got str"):
         lohan_fx.dump("model")  # type: ignore[arg-type]
-    hw = dataclasses.replace(lohan_fx.HardwareProfile.preset("rtx4090-12xP5510"), device="cpu")
-    model = lohan_fx.compile(Stack(1), hw, nvme=[tmp_path], host_memory="2GiB")
-    with pytest.raises(ValueError, match=r"nothing has been captured yet: .*prepare\(model"):
+
+
+@pytest.mark.filterwarnings("ignore:the hardware profile")
+def test_before_the_first_capture_there_is_nothing_to_show(tmp_path: Path) -> None:
+    model = lohan_fx.compile(Stack(1), hw(), nvme=[tmp_path], host_memory="2GiB")
+    with (
+        lohan_fx.releasing(model),
+        pytest.raises(ValueError, match=r"nothing has been captured yet: .*prepare\(model"),
+    ):
         lohan_fx.dump(model)
+
+
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="format is 'yaml': expected 'text' or 'json'"):
-        lohan_fx.dump(model, format="yaml")  # type: ignore[arg-type]
+        lohan_fx.dump(Stack(1), format="yaml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="width is 0"):
-        lohan_fx.dump(model, width=0)
+        lohan_fx.dump(Stack(1), width=0)
 
 
 # --- words ----------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_backward_layers_count_down() -> None:
 
 def test_a_layer_that_reads_what_another_layer_saved_stays_apart() -> None:
     lines = [line("saved", "saved()", is_input=True, layer=n) for n in range(4)]
-    lines += [line(f"g_{n}", "mm(", Read(3 if n == 1 else n), ")", layer=n) for n in reversed(range(4))]
+    lines += [line(f"g_{n}", "mm(", Read(2 if n == 1 else n), ")", layer=n) for n in reversed(range(4))]
     assert [group.numbers for group in fold(lines)[1:]] == [(3, 2), (1,), (0,)]
 
 

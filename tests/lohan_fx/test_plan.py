@@ -39,7 +39,14 @@ WINDOWS = Windows(
 
 
 def activation(node: str, decision: Decision = Keep(), **others: Any) -> ActivationPlan:  # noqa: B008 (frozen)
-    given: dict[str, Any] = {"op": "aten.mm", "layer": "h.0", "layer_kind": "Block", "bytes": 64, "flops": 640, **others}
+    given: dict[str, Any] = {
+        "op": "aten.mm",
+        "layer": "h.0",
+        "layer_kind": "Block",
+        "bytes": 64,
+        "flops": 640,
+        **others,
+    }
     return ActivationPlan(node=node, decision=decision, **given)
 
 
@@ -174,7 +181,7 @@ def test_values_are_checked_when_read_back() -> None:
 )
 def test_windows_refuse(name: str, value: int, message: str) -> None:
     with pytest.raises(ValueError, match=rf"Windows\.{name} is {value}: expected .*{message}"):
-        dataclasses.replace(WINDOWS, **{name: value})  # type: ignore[arg-type]
+        dataclasses.replace(WINDOWS, **{name: value})
 
 
 # --- asking and changing --------------------------------------------------------------------------------------

@@ -79,7 +79,9 @@ def test_the_tables_of_a_plan(check_golden: Callable[[str, str], None]) -> None:
 
 
 def test_a_cpu_shares_its_memory_with_the_device() -> None:
-    assert "host 6.00 GiB (the device's memory is part of it)" in plan_table(dataclasses.replace(example(), device="cpu"))
+    assert "host 6.00 GiB (the device's memory is part of it)" in plan_table(
+        dataclasses.replace(example(), device="cpu")
+    )
 
 
 def test_a_plan_without_anything_is_printed_too() -> None:
@@ -99,10 +101,16 @@ def test_counts_and_bytes_add_up() -> None:
     assert "4 (256 MiB)" in total  # recomputed
 
 
-@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 1, 4, 6, 7], "0-1,4,6-7")])
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 1, 4, 6, 7], "0-1,4,6-7")]
+)
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
 
 
 def test_columns_are_aligned() -> None:
-    assert table(["name", "n"], [["a", "100"], ["longer", "1"]], left=(0,)) == ["name      n", "a       100", "longer    1"]
+    assert table(["name", "n"], [["a", "100"], ["longer", "1"]], left=(0,)) == [
+        "name      n",
+        "a       100",
+        "longer    1",
+    ]

@@ -24,7 +24,9 @@ def test_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
-@pytest.mark.parametrize(("flops", "text"), [(0, "0"), (7, "7.00 FLOP"), (1_310_720, "1.31 MFLOP"), (1e15, "1.00 PFLOP")])
+@pytest.mark.parametrize(
+    ("flops", "text"), [(0, "0"), (7, "7.00 FLOP"), (1_310_720, "1.31 MFLOP"), (1e15, "1.00 PFLOP")]
+)
 def test_flops(flops: float, text: str) -> None:
     assert format_flops(flops) == text
 

@@ -6,9 +6,9 @@ hold garbage: a graph that reads one of them gives other numbers than eager PyTo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from lohan_fx import ops
 from lohan_fx.passes.halves import Halves
-from tests.passes.graphs import Captured
+from tests.passes.graphs import Captured, forward_values
 
 SEED = 7
 
@@ -30,7 +30,7 @@ def spoil(t: torch.Tensor) -> None:
 class FakeRuntime:
     """``lohan_fx.ops.Handler`` over dicts. ``parameters``: slot -> value; ``calls``: (op, slot) in order."""
 
-    def __init__(self, parameters: Mapping[int, torch.Tensor], *, resident: Sequence[int] = ()) -> None:
+    def __init__(self, parameters: Mapping[int, torch.Tensor], *, resident: Collection[int] = ()) -> None:
         self.parameters = {slot: value.clone() for slot, value in parameters.items()}
         self.resident = resident
         self.swapped: dict[int, tuple[torch.Tensor, str]] = {}
@@ -112,12 +112,20 @@ def eager(found: Captured) -> Step:
     return Step([o.detach() for o in outputs], {p.slot: g for p, g in zip(trained, gradients, strict=True)})
 
 
+def at_another_size(found: Captured, x: torch.Tensor) -> Captured:
+    """``found``, captured with a symbolic batch, with ``x`` as its only input."""
+    values = {
+        name: value if name in found.parameters else x if torch.is_tensor(value) else len(x)
+        for name, value in found.values.items()
+    }
+    return replace(found, inputs=(x,), values=values)
+
+
 def forward_inputs(found: Captured, *, shells: bool) -> list[Any]:
     """What AOTAutograd would pass: parameters as shells without storage, or (before ``insert_fetches``) as they are."""
-    return [
-        _shell(value) if shells and name in found.parameters else value.detach() if torch.is_tensor(value) else value
-        for name, value in found.values.items()
-    ]
+    plain = forward_values(found)
+    shelled = found.parameters if shells else ()
+    return [_shell(value) if name in shelled else value for name, value in zip(found.values, plain, strict=True)]
 
 
 def backward_inputs(halves: Halves, found: Captured, outputs: list[Any]) -> list[Any]:
@@ -129,11 +137,17 @@ def backward_inputs(halves: Halves, found: Captured, outputs: list[Any]) -> list
     return [*sizes, *(v for v in saved if torch.is_tensor(v)), *(torch.ones_like(o) for o in returned)]
 
 
-def run(halves: Halves, found: Captured, *, interpreter: type[fx.Interpreter] = fx.Interpreter) -> Step:
+def run(
+    halves: Halves,
+    found: Captured,
+    *,
+    resident: Collection[int] = (),
+    interpreter: type[fx.Interpreter] = fx.Interpreter,
+) -> Step:
     """The step as ``halves`` do it, with a fake runtime where they have nodes of ours."""
     assert halves.backward is not None
     fetches = any(n.target is ops.FETCH for n in halves.forward.graph.nodes)
-    runtime = FakeRuntime(found.parameter_values())
+    runtime = FakeRuntime(found.parameter_values(), resident=resident)
     torch.manual_seed(SEED)
     with bound(halves, runtime), torch.no_grad():
         outputs = list(interpreter(halves.forward).run(*forward_inputs(found, shells=fetches)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
@@ -17,7 +17,6 @@ from torch._functorch.partitioners import default_partition
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
-from lohan_fx import meta
 from lohan_fx.meta import Cost
 from lohan_fx.passes.activation_graph import ActivationGraph, activation_graph
 from lohan_fx.passes.annotate import annotate
@@ -241,8 +240,17 @@ def plan_for(
         return Keep() if isinstance(chosen, Recompute) and name in graph.mandatory else chosen
 
     activations = tuple(
-        ActivationPlan(name, a.op, a.layer, a.layer_kind, a.bytes, graph.flops[a.producer], decide(name), name in graph.mandatory)
-        for name, a in ((name, graph.activations[name]) for name in useful(graph))
+        ActivationPlan(
+            node=name,
+            op=graph.activations[name].op,
+            layer=graph.activations[name].layer,
+            layer_kind=graph.activations[name].layer_kind,
+            bytes=graph.activations[name].bytes,
+            flops=graph.flops[graph.activations[name].producer],
+            decision=decide(name),
+            mandatory=name in graph.mandatory,
+        )
+        for name in useful(graph)
     )
     parameters = tuple(
         ParameterPlan(
@@ -270,7 +278,7 @@ def plan_for(
 
 
 def rewrite(found: Captured, plan: Plan, *, upto: Pass | None = schedule) -> Halves:
-    """The halves of ``found`` after ``partition`` and every pass up to ``upto`` (None: partition alone), all verified."""
+    """The halves of ``found`` after ``partition`` and all passes up to ``upto`` (None: none), verified after each."""
     slots = range(FIRST_ACTIVATION_SLOT, FIRST_ACTIVATION_SLOT + len(plan.activations))
     halves = partition(
         found.joint, plan, num_outputs=found.num_outputs, parameters=found.parameters, activation_slots=slots

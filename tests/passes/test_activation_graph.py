@@ -20,7 +20,7 @@ from lohan_fx.passes.activation_graph import (
 )
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.search import useful
-from tests.passes.graphs import MODELS, captured, capture, flops_as_seconds, graph_of, reachable
+from tests.passes.graphs import MODELS, capture, captured, flops_as_seconds, graph_of, reachable
 
 
 @pytest.mark.parametrize("name", MODELS)

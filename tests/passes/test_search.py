@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lohan_fx import cost
-from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
 from lohan_fx.passes.search import RecomputeClosure, search
-from lohan_fx.presets import preset
 from tests.passes.graphs import reachable
+from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
 
 StepSeconds = Callable[[int, float], float]
 GB = 1e9
@@ -45,7 +43,7 @@ def activation_graphs(draw: st.DrawFn) -> ActivationGraph:
 
     for number in range(draw(st.integers(1, 6))):
         sources = draw(st.lists(st.sampled_from(readable), max_size=3, unique=True)) if readable else []
-        kind = draw(st.sampled_from(["op", "op", "op", "view", "pair"]))
+        kind = draw(st.sampled_from(["op", "op", "op", "view", "pair"])) if number else "op"
         name = f"{kind}{number}"
         if kind == "view" or (kind == "pair" and len(activations) > 6):
             add(f"view{number}", sources, 0.0)
@@ -59,7 +57,7 @@ def activation_graphs(draw: st.DrawFn) -> ActivationGraph:
                 add(part, [name], 0.0)
                 savable(part, name)
     needed = draw(st.sets(st.sampled_from(readable)))
-    mandatory = draw(st.sets(st.sampled_from(sorted(activations)))) if activations else set()
+    mandatory = draw(st.sets(st.sampled_from(sorted(activations))))
     flops = {name: int(time) for name, time in seconds.items()}
     return ActivationGraph(graph, flops, seconds, activations, frozenset(needed), frozenset(mandatory))
 
@@ -83,13 +81,13 @@ def state(found: ActivationGraph, saved: set[str]) -> tuple[int, float]:
 
 @given(activation_graphs(), st.data())
 def test_closure_is_what_reaches_the_backward_without_being_saved(found: ActivationGraph, data: st.DataObject) -> None:
-    saved = data.draw(st.sets(st.sampled_from(sorted(found.activations)))) if found.activations else set()
+    saved = data.draw(st.sets(st.sampled_from(sorted(found.activations))))
     assert closure(found, saved) == reachable(found, saved)
 
 
 @given(activation_graphs(), st.data())
 def test_incremental_closure_stays_equal_to_the_full_one(found: ActivationGraph, data: st.DataObject) -> None:
-    names = st.sampled_from(sorted(found.activations)) if found.activations else st.nothing()
+    names = st.sampled_from(sorted(found.activations))
     saved = set(found.mandatory)
     exact = RecomputeClosure(found, saved)
     for group in data.draw(st.lists(st.lists(names, max_size=3), max_size=6)):
@@ -140,40 +138,120 @@ def test_nothing_more_is_saved_where_every_byte_costs_more_than_it_spares(found:
 # --- transformer blocks ---------------------------------------------------------------------------------------
 
 
-LAYERS = {"qkv": (3, 6.0), "attention": (1, 0.0), "proj": (1, 2.0), "fc1": (4, 8.0), "fc2": (1, 8.0)}
-"""Size in units u = 2bsh bytes and FLOPs in units k = bsh^2 (mechanisms B4)."""
-WITHOUT_FLOPS = {"norm1": 1, "norm2": 1, "gelu": 4}
-HIDDEN, BLOCKS, LENGTH, VOCABULARY = 5120, 40, 1024, 50257
-PARAMETERS = 13e9
+@pytest.mark.parametrize("as_captured", [False, True])
+@pytest.mark.parametrize("batch", [8, 24, 32, 64])
+@pytest.mark.parametrize(("ssd", "host_bytes"), [(6e9, 0), (28e9, 0), (28e9, 60 * 10**9), (28e9, 10**15), (100e9, 0)])
+def test_a_transformer_is_within_one_percent_of_the_best_block_pattern(
+    batch: int, ssd: float, host_bytes: int, as_captured: bool
+) -> None:
+    model = Transformer(batch, machine(ssd=ssd), host_bytes=host_bytes, as_captured=as_captured)
+    assert search(model.graph, model.step_s).step_s <= 1.01 * model.best_pattern_s()
 
 
-class Blocks:
-    """The papers' 13B model at one batch size: a chain of layers, all of whose outputs the backward needs.
+def test_fc2_goes_first_and_norms_last() -> None:
+    """fc2 spares four times as many FLOPs per byte as the other layers (mechanisms B4)."""
+    model = Transformer(32, machine())
+    saved = search(model.graph, model.step_s).saved - model.graph.mandatory
+    layers = {name.partition(".")[0] for name in saved}
+    assert {f"fc2.{block}" for block in range(BLOCKS)} <= saved
+    assert "fc2" in layers and layers <= MATMULS.keys()
 
-    The block's output is a tensor of its own, which costs no FLOPs (accounting B of mechanisms c3.5).
-    """
+    def only_so_many(saved_bytes: int, recompute_s: float) -> float:
+        return recompute_s if saved_bytes <= (BLOCKS + 7) * model.unit_bytes else math.inf
 
-    def __init__(self, batch: int, hw: HardwareProfile, *, blocks: int = BLOCKS) -> None:
-        tokens, self.hw = batch * LENGTH, hw
-        unit, k = 2 * tokens * HIDDEN, tokens * HIDDEN**2
-        graph: nx.DiGraph = nx.DiGraph()
-        flops: dict[str, int] = {}
-        activations: dict[str, Activation] = {}
-        sizes = {name: units for name, (units, _) in LAYERS.items()} | WITHOUT_FLOPS | {"out": 1}
-        work = {name: int(flop * k) for name, (_, flop) in LAYERS.items()}
-        work["attention"] = 4 * batch * LENGTH**2 * HIDDEN
-        order = ("norm1", "qkv", "attention", "proj", "norm2", "fc1", "gelu", "fc2", "out")
-        previous = None
-        for block, layer in itertools.product(range(blocks), order):
-            name = f"{layer}.{block}"
-            graph.add_node(name)
-            if previous:
-                graph.add_edge(previous, name)
-            activations[name] = Activation(name, layer, name, f"layers.{block}", "Block", sizes[layer] * unit)
-            flops[name] = work.get(layer, 0)
-            previous = name
-        self.rate = hw.matmul_rate_flops
-        seconds = {name: flop / self.rate for name, flop in flops.items()}
-        outs = frozenset(f"out.{block}" for block in range(blocks))
-        self.graph = ActivationGraph(graph, flops, seconds, activations, frozenset(activations), outs)
-        self.blocks, self.forward_flops = blocks, sum(flops.values()) + 2 * tokens * HIDDEN * VOCABULARY
+    few = search(model.graph, only_so_many).saved - model.graph.mandatory
+    assert {name.partition(".")[0] for name in few} == {"fc2"} and len(few) == 7
+
+
+def test_the_papers_13b_numbers_come_out() -> None:
+    """Batch 32 with MEM_avail = 0 (mechanisms d2, F2, accounting B): 30.9 GB, 33.0% recomputed, 19.40 s."""
+    model = Transformer(32, machine())
+    choice = search(model.graph, model.step_s)
+    assert choice.saved_bytes / GB == pytest.approx(30.9, abs=4 * model.unit_bytes / GB)
+    recomputed = (choice.recompute_s + model.head_s) / (2 * model.forward_s)
+    assert recomputed == pytest.approx(0.330, abs=0.005)
+    assert choice.step_s == pytest.approx(19.40, rel=0.002)
+
+
+def test_smaller_batches_are_bound_by_the_drives_and_save_only_what_must_be() -> None:
+    """Figure 9b: batch 24 is case 1, larger ones are not (mechanisms d3)."""
+    model = Transformer(24, machine())
+    assert search(model.graph, model.step_s).saved == model.graph.mandatory
+    for batch in (32, 36, 48, 60):
+        model = Transformer(batch, machine())
+        assert search(model.graph, model.step_s).saved > model.graph.mandatory
+
+
+def literal_algorithm_1(model: Transformer) -> int:
+    """Bytes that LoHan's Algorithm 1 swaps as printed: it breaks before it appends, and only past A_interBlock."""
+    layers = sorted(model.graph.activations.values(), key=lambda a: -model.graph.flops[a.name] / a.bytes)
+    inter_block = sum(model.graph.activations[name].bytes for name in model.graph.mandatory)
+    recompute_s = sum(model.graph.seconds.values())
+    saved_bytes, least = 0, math.inf
+    for layer in layers:
+        recompute_s -= model.graph.seconds[layer.name]
+        time = model.step_s(saved_bytes + layer.bytes, recompute_s)
+        if saved_bytes + layer.bytes >= inter_block and time >= least:
+            break
+        saved_bytes, least = saved_bytes + layer.bytes, min(least, time)
+    return saved_bytes
+
+
+def test_the_printed_algorithm_can_return_less_than_its_minimum_and_ours_cannot() -> None:
+    """9.8 < 10.1 GB at batch 24 (mechanisms c3.3)."""
+    model = Transformer(24, machine())
+    inter_block = sum(model.graph.activations[name].bytes for name in model.graph.mandatory)
+    assert (literal_algorithm_1(model) / GB, inter_block / GB) == pytest.approx((9.8, 10.1), abs=0.05)
+    assert search(model.graph, model.step_s).saved_bytes == inter_block
+
+
+# --- how the walk ends ----------------------------------------------------------------------------------------
+
+
+def _chain(*seconds: float) -> ActivationGraph:
+    """Values of a byte each, all needed; the first is mandatory."""
+    names = [f"v{i}" for i in range(len(seconds))]
+    graph: nx.DiGraph = nx.DiGraph()
+    nx.add_path(graph, names)
+    activations = {name: Activation(name, "op", name, "", "", 1) for name in names}
+    times = dict(zip(names, seconds, strict=True))
+    return ActivationGraph(graph, dict.fromkeys(names, 0), times, activations, frozenset(names), frozenset({"v0"}))
+
+
+def _by_size(*times: float) -> StepSeconds:
+    return lambda saved_bytes, _: times[saved_bytes - 1]
+
+
+def test_a_plateau_is_crossed() -> None:
+    choice = search(_chain(1, 4, 3, 2, 1), _by_size(9, 9, 9, 7, 8))
+    assert (choice.saved, choice.step_s) == ({"v0", "v1", "v2", "v3"}, 7)
+
+
+def test_the_walk_stops_where_the_step_gets_slower() -> None:
+    choice = search(_chain(1, 4, 3, 2, 1), _by_size(9, 8, 8.5, 1, 1))
+    assert (choice.saved, choice.step_s) == ({"v0", "v1"}, 8)
+
+
+def test_rounding_is_not_slower() -> None:
+    times = 9.0, 9.0 + 1e-12, 9.0 - 1e-12, 7.0, 8.0
+    assert search(_chain(1, 4, 3, 2, 1), _by_size(*times)).step_s == 7
+
+
+def test_parts_of_one_op_are_saved_together() -> None:
+    """Half of an op's results would not spare the op."""
+    graph = nx.DiGraph([("op", "a"), ("op", "b"), ("b", "c")])
+    activations = {name: Activation(name, "op", producer, "", "", 1) for name, producer in (("a", "op"), ("b", "op"))}
+    activations["c"] = Activation("c", "op", "c", "", "", 1)
+    seconds = {"op": 8.0, "a": 0.0, "b": 0.0, "c": 1.0}
+    found = ActivationGraph(graph, {}, seconds, activations, frozenset({"a", "b", "c"}), frozenset())
+    choice = search(replace(found, flops=dict.fromkeys(seconds, 0)), lambda saved, again: again if saved < 3 else 99)
+    assert (choice.saved, choice.recomputed) == ({"a", "b"}, {"c"})
+
+
+def test_a_value_that_spares_nothing_yet_is_tried_again() -> None:
+    """``view`` and ``free`` cost nothing themselves; what they spare is known once ``dear`` has no other reader."""
+    graph = nx.DiGraph([("dear", "free"), ("dear", "cheap")])
+    activations = {name: Activation(name, "op", name, "", "", 1) for name in ("free", "cheap")}
+    seconds = {"dear": 5.0, "free": 0.0, "cheap": 1.0}
+    found = ActivationGraph(graph, dict.fromkeys(seconds, 0), seconds, activations, frozenset(activations), frozenset())
+    assert search(found, lambda saved, again: again).recomputed == set()

@@ -1,0 +1,266 @@
+"""The main job: a Llama of 120M parameters whose parameters and optimizer states live on NVMe.
+
+    make demo                                          # or: python examples/finetune_llama.py
+    make demo ARGS="--compare --host-memory 640MiB"    # less memory, and plain PyTorch beside it
+
+It learns, byte by byte, the sources of Python's standard library. What it prints before the first step is a
+prediction; what it prints after the last one holds the measurements against it. Files on NVMe are removed at the end,
+also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from live_line import LiveLine
+from plain_pytorch import Plain, train_plain
+from python_sources import FILE_BEGIN, VOCABULARY, PythonSources
+from tables import show_comparison, show_hardware, show_predicted_and_measured
+from torch.nn import functional as F
+
+import lohan_fx
+from lohan_fx.compile import default_nvme_root
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.monitor import StepReport
+from lohan_fx.plan_table import plan_summary
+from lohan_fx.planner import POLICIES
+from lohan_fx.timeline_chart import draw
+from lohan_fx.units import format_bytes
+
+HEAD_SIZE = 64
+PROMPT = "def "
+TEMPERATURE = 0.8
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--nvme", nargs="+", metavar="DIR", help="a directory per drive (default: a fresh one in ~/.cache/lohan_fx)")
+    add("--hw", metavar="FILE", help="a hardware profile as TOML (default: measured, and kept for a day)")
+    add("--host-memory", default="1GiB", metavar="SIZE", help="the most RAM that model and training may take (1GiB)")
+    add("--policy", default="lohan", choices=POLICIES, help="how activations are treated (lohan: searched)")
+    add("--compare", nargs="?", const="aot_eager", choices=("aot_eager", "eager"),
+        help="train plain PyTorch as well: traced by torch.compile(backend='aot_eager'), or eager")  # fmt: skip
+    add("--steps", type=int, default=40)
+    add("--batch", type=int, default=4)
+    add("--seq", type=int, default=128, help="bytes of text per sequence (128)")
+    add("--layers", type=int, default=17)
+    add("--hidden", type=int, default=768, help="a multiple of 64 (768)")
+    add("--lr", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
+    add("--sample", type=int, default=60, metavar="BYTES", help="how much text to generate at the end (60)")
+    add("--output", type=Path, default=Path(__file__).parent / "output", metavar="DIR", help="for the PNG and the JSON")
+    return parser.parse_args(argv)
+
+
+# --- what is trained ------------------------------------------------------------------------------------------
+
+
+def build_model(args: argparse.Namespace) -> Any:
+    """A Llama with random fp32 weights, the same for each call."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(args.seed)
+    heads = max(1, args.hidden // HEAD_SIZE)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=args.seq,
+            use_cache=False,
+        )
+    )
+
+
+def warmup_cosine(steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate at a step: up over the first eighth, then down along a cosine to a tenth."""
+    warmup = max(1, steps // 8)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+    return factor
+
+
+def train(model: Any, monitor: lohan_fx.Monitor, text: PythonSources, args: argparse.Namespace, record_at: int) -> Any:
+    """The usual loop. Returns the losses, what the monitor reported of each step, and the events of one step."""
+    optimizer = lohan_fx.AdamW(model.parameters(), lr=args.lr, fused=True, accumulation_steps=1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
+    losses: list[float] = []
+    reports: list[StepReport] = []
+    events: list[Any] = []
+
+    def step(batch: torch.Tensor) -> float:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    model.train()
+    with LiveLine(args.steps, tokens_per_step=args.batch * args.seq) as live:
+        monitor.step()
+        for number in range(args.steps):
+            batch = text.batch(number)
+            if number == record_at:
+                with monitor.record() as events:
+                    losses.append(step(batch))
+            else:
+                losses.append(step(batch))
+            reports.append(monitor.step())
+            live.show(losses[-1], reports[-1])
+    return losses, reports, events
+
+
+@torch.no_grad()
+def validation_loss(model: Any, text: PythonSources) -> float:
+    """Mean loss per byte on the held-out file."""
+    model.eval()
+    windows = text.held_out_windows()
+    found = []
+    for window in windows.split(1):
+        # The loss is taken out here, so that this and ``generate`` call the model in one way: one graph for both.
+        logits = model(input_ids=window).logits.float()
+        found.append(F.cross_entropy(logits[0, :-1], window[0, 1:]).item())
+    return statistics.fmean(found)
+
+
+@torch.no_grad()
+def generate(model: Any, args: argparse.Namespace) -> str:
+    """Text after ``PROMPT``. The window is always full, padded on the right, where attention does not look."""
+    model.eval()
+    generator = torch.Generator().manual_seed(args.seed)
+    text = list(PROMPT.encode())
+    for _ in range(args.sample):
+        context = text[-args.seq :]
+        window = torch.tensor([context + [FILE_BEGIN] * (args.seq - len(context))])
+        logits = model(input_ids=window).logits[0, len(context) - 1].float()
+        likely = F.softmax(logits[:256] / TEMPERATURE, dim=-1)
+        text.append(int(torch.multinomial(likely, 1, generator=generator)))
+    return bytes(text).decode(errors="replace")
+
+
+# --- what is said about it ------------------------------------------------------------------------------------
+
+
+def hardware(args: argparse.Namespace) -> HardwareProfile:
+    """From --hw, from the last measurement if that is of today, or measured now."""
+    if args.hw:
+        return HardwareProfile.load(args.hw)
+    root = default_nvme_root()
+    root.mkdir(parents=True, exist_ok=True)
+    directories = [str(directory) for directory in args.nvme or [root]]
+    saved = root / "hardware.toml"
+    hw = _measured_before(saved, directories)
+    if hw is None:
+        hw = HardwareProfile.measure(directories, seconds=8)
+        hw.save(saved)
+    if args.nvme:
+        return hw
+    # Without a directory in the profile, compile makes a fresh one under the same root, and removes it.
+    return replace(hw, nvme=tuple(replace(drive, directory="") for drive in hw.nvme))
+
+
+def _measured_before(saved: Path, directories: Sequence[str]) -> HardwareProfile | None:
+    try:
+        hw = HardwareProfile.load(saved)
+    except (OSError, ValueError, TypeError):
+        return None
+    fresh = datetime.now(UTC) - datetime.fromisoformat(hw.measured_at) < timedelta(days=1)
+    same = hw.is_this_machine() and [drive.directory for drive in hw.nvme] == directories
+    return hw if fresh and same else None
+
+
+def compare(args: argparse.Namespace, losses: Sequence[float], reports: Sequence[StepReport]) -> dict[str, Any]:
+    """Train plain PyTorch in a process of its own, on the same batches, and print both side by side."""
+    print(f"plain PyTorch ({args.compare}), all of it in RAM, on the same batches ...", flush=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        plain: Plain = pool.submit(train_plain, build_model, warmup_cosine, args).result()
+    ours_bytes = max(report.peak_used_bytes for report in reports)
+    difference = show_comparison(
+        losses, plain.losses, [report.seconds for report in reports], plain.seconds, ours_bytes, plain.peak_bytes
+    )
+    return {"backend": args.compare, "largest_loss_difference": difference, **asdict(plain)}
+
+
+def run(args: argparse.Namespace) -> None:
+    begin_s = time.perf_counter()
+    hw = hardware(args)
+    show_hardware(hw)
+    text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
+    model = build_model(args)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = f"Llama, {parameters / 1e6:.0f}M parameters"
+    print(f"{size}: {format_bytes(14 * parameters)} with optimizer states; {text}", flush=True)
+    with lohan_fx.releasing(
+        lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy)
+    ):
+        monitor = lohan_fx.Monitor(model)
+        batch = text.batch(0)
+        plan = lohan_fx.prepare(model, input_ids=batch, labels=batch)
+        print(f"captured and planned in {monitor.step().seconds:.0f} s\n\n{plan_summary(plan)}\n", flush=True)
+        before = validation_loss(model, text)
+        print(f"validation loss before: {before:.4f}", flush=True)
+        losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
+        after = validation_loss(model, text)
+        print(f"validation loss before {before:.4f}, after {after:.4f} (nats per byte)\n", flush=True)
+        figures = show_predicted_and_measured(plan, reports)
+        sample_begin_s = time.perf_counter()
+        sample = generate(model, args)
+        print(
+            f"{args.sample} bytes generated in {time.perf_counter() - sample_begin_s:.0f} s:\n{sample!r}\n", flush=True
+        )
+    compared = compare(args, losses, reports) if args.compare else None
+    args.output.mkdir(parents=True, exist_ok=True)
+    picture, results = args.output / "timeline.png", args.output / "results.json"
+    where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {plan.policy}, {hw.device_name}"
+    draw(events, picture, title=f"{size}: one training step ({where})", plan=plan)
+    data = {
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "parameters": parameters, "losses": losses, "validation_loss": {"before": before, "after": after},
+        "per_step": figures, "reports": [asdict(report) for report in reports], "sample": sample, "compare": compared,
+        "seconds": time.perf_counter() - begin_s, "machine": hw.machine, "versions": dict(hw.versions),
+    }  # fmt: skip
+    results.write_text(json.dumps(data, indent=2) + "\n")
+    print(f"wrote {picture} and {results}; {data['seconds']:.0f} s in all")
+
+
+def main() -> int:
+    args = parse_arguments()
+    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are removed then, too
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the files on NVMe have been removed", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, lohan_fx.LohanError) as error:
+        print(f"finetune_llama: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

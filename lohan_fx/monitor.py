@@ -1,0 +1,98 @@
+"""monitor: what a training step of a compiled model took: seconds per lane, bytes on NVMe, memory and its promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lohan_fx import process_memory
+from lohan_fx.compile import compiled
+from lohan_fx.runtime.timeline import Event
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What happened between two calls of ``Monitor.step``.
+
+    ``lanes_s``: seconds in which a lane (compute, h2d, d2h, ssd, cpu) was busy, however many threads it has.
+    ``stall_s``: seconds for which compute waited for the other lanes. ``used_bytes``: memory in use now that was not
+    there before the model was, ``peak_used_bytes`` the most of it since the monitor was made; both to be held against
+    ``promised_bytes``, the ``host_memory`` of ``lohan_fx.compile``. ``rss_bytes``: all that the process uses.
+    """
+
+    seconds: float
+    lanes_s: Mapping[str, float]
+    stall_s: float
+    nvme_read_bytes: int
+    nvme_written_bytes: int
+    rss_bytes: int
+    peak_rss_bytes: int
+    used_bytes: int
+    peak_used_bytes: int
+    promised_bytes: int
+
+    def busy(self, lane: str) -> float:
+        """The share of the step in which ``lane`` was busy, 0 to 1."""
+        return self.lanes_s.get(lane, 0.0) / self.seconds if self.seconds else 0.0
+
+
+class Monitor:
+    """Watches the training of one compiled model.
+
+        monitor = lohan_fx.Monitor(model)
+        for batch in loader:
+            ...
+            optimizer.step()
+            report = monitor.step()
+
+    Making one lets the process's peak memory begin anew (``process_memory.forget_peak_rss``). What the process had
+    before ``compile`` does not count as used, except for the model's own parameters: they are the runtime's from then
+    on, wherever they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._compiled = compiled(model)
+        self._without_model_bytes = self._compiled.rss_before_bytes - self._compiled.original_bytes
+        process_memory.forget_peak_rss()
+        self._begin()
+
+    def _begin(self) -> None:
+        engine = self._compiled.engine
+        self._time_s = time.perf_counter()
+        self._totals = engine.timeline.snapshot()
+        self._read_bytes, self._written_bytes = engine.store.bytes_read, engine.store.bytes_written
+
+    def step(self) -> StepReport:
+        """What happened since the last call, or since the monitor was made; to be called after ``optimizer.step()``."""
+        time_s, totals = self._time_s, self._totals
+        read_bytes, written_bytes = self._read_bytes, self._written_bytes
+        self._begin()
+        rss_bytes, peak_rss_bytes = process_memory.rss_bytes(), process_memory.peak_rss_bytes()
+        between = self._totals.since(totals)
+        return StepReport(
+            seconds=self._time_s - time_s,
+            lanes_s=between.wall_s,
+            stall_s=between.stall_s,
+            nvme_read_bytes=self._read_bytes - read_bytes,
+            nvme_written_bytes=self._written_bytes - written_bytes,
+            rss_bytes=rss_bytes,
+            peak_rss_bytes=peak_rss_bytes,
+            used_bytes=rss_bytes - self._without_model_bytes,
+            peak_used_bytes=peak_rss_bytes - self._without_model_bytes,
+            promised_bytes=self._compiled.request().budgets.host_memory_bytes,
+        )
+
+    @contextmanager
+    def record(self) -> Iterator[list[Event]]:
+        """``with monitor.record() as events:`` around one step; afterwards the list holds what each lane did."""
+        events: list[Event] = []
+        timeline = self._compiled.engine.timeline
+        timeline.start_recording()
+        try:
+            yield events
+        finally:
+            events.extend(timeline.stop_recording())

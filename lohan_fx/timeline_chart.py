@@ -1,0 +1,228 @@
+"""timeline_chart: one training step as a picture: what each lane did when, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lohan_fx.plan import Plan
+from lohan_fx.runtime.timeline import Event
+from lohan_fx.units import format_bytes, format_seconds
+
+Interval = tuple[float, float]
+
+_STALL = "wait:"
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_BLUE, _SKY, _GREEN, _ORANGE, _PURPLE, _RED, _GREY = (
+    "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#8A8F98",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A strip of the timeline: the events of ``lane`` whose label starts with ``prefix``."""
+
+    lane: str
+    prefix: str
+    text: str
+    color: str
+
+
+_BANDS = (
+    _Band("compute", "forward", "forward", _SKY),
+    _Band("compute", "backward", "backward", _BLUE),
+    _Band("compute", _STALL, "compute waits", _RED),
+    _Band("h2d", "", "to the device", _GREEN),
+    _Band("d2h", "", "from the device", _GREEN),
+    _Band("ssd", "read", "NVMe reads", _ORANGE),
+    _Band("ssd", "write", "NVMe writes", _PURPLE),
+    _Band("cpu", "", "optimizer", _GREY),
+)
+_LANES = ("compute", "h2d", "d2h", "ssd", "cpu")
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Seconds of a step, one after the other; what stalls took of forward and backward is apart."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    stall_s: float
+
+
+def draw(events: Sequence[Event], path: str | Path, *, title: str = "", plan: Plan | None = None) -> None:
+    """Write ``events``, those of one step (``Monitor.record``), as a PNG to ``path``.
+
+    With ``plan``, the seconds that it predicts per lane are marked beside the measured ones. Raises ``ValueError``
+    where there are no events, and ``ImportError`` that says what to install where matplotlib is missing.
+    """
+    if not events:
+        raise ValueError("there are no events to draw: record one step with `with monitor.record() as events:`")
+    figure_module, canvas_module = _matplotlib()
+    start_s = min(event.start_s for event in events)
+    seconds = max(event.end_s for event in events) - start_s
+    figure = figure_module.Figure(figsize=(12.0, 7.6), layout="constrained")
+    canvas_module.FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.55, 1.0), width_ratios=(1.9, 1.0))
+    figure.suptitle(title or "one training step", fontsize=13, fontweight="bold")
+    _draw_lanes(figure.add_subplot(grid[0, :]), events, start_s, seconds)
+    _draw_busy(figure.add_subplot(grid[1, 0]), events, seconds, plan)
+    _draw_stages(figure.add_subplot(grid[1, 1]), _stages(events, seconds))
+    figure.savefig(path, dpi=110)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """matplotlib's figure and Agg modules: without pyplot, so that nothing global changes."""
+    try:
+        import matplotlib.backends.backend_agg as canvas
+        import matplotlib.figure as figure
+    except ImportError as error:
+        raise ImportError("drawing a timeline needs matplotlib: pip install 'lohan-fx[plot]'") from error
+    return figure, canvas
+
+
+# --- numbers --------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same seconds as intervals that do not touch, in order."""
+    merged: list[Interval] = []
+    for start_s, end_s in sorted(intervals):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _of(events: Iterable[Event], band: _Band) -> list[Event]:
+    return [event for event in events if event.lane == band.lane and event.label.startswith(band.prefix)]
+
+
+def _intervals(events: Iterable[Event]) -> list[Interval]:
+    return union((event.start_s, event.end_s) for event in events)
+
+
+def _seconds(intervals: Iterable[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)
+
+
+def _busy_s(events: Sequence[Event], lane: str) -> float:
+    """Seconds in which ``lane`` worked; of compute without its stalls."""
+    work = [event for event in events if event.lane == lane and not event.label.startswith(_STALL)]
+    stalls = [event for event in events if event.lane == lane and event.label.startswith(_STALL)]
+    return _seconds(_intervals(work)) - _seconds(_intervals(stalls))
+
+
+def _stages(events: Sequence[Event], seconds: float) -> _Stages:
+    bands = {band.text: _intervals(_of(events, band)) for band in _BANDS}
+    stalls = bands["compute waits"]
+    forward, backward = _seconds(bands["forward"]), _seconds(bands["backward"])
+    stalled = {
+        name: sum(end_s - start_s for start_s, end_s in stalls if any(a <= start_s <= b for a, b in bands[name]))
+        for name in ("forward", "backward")
+    }
+    return _Stages(
+        forward_s=forward - stalled["forward"],
+        backward_s=backward - stalled["backward"],
+        rest_s=max(0.0, seconds - forward - backward),
+        stall_s=sum(stalled.values()),
+    )
+
+
+# --- pictures -------------------------------------------------------------------------------------------------
+
+
+def _draw_lanes(axes: Any, events: Sequence[Event], start_s: float, seconds: float) -> None:
+    """A row per lane. The ssd row has a strip for reads and one for writes, as they may overlap."""
+    for band in _BANDS:
+        found = _of(events, band)
+        if not found:
+            continue
+        row = _LANES.index(band.lane)
+        bottom, height = {"NVMe reads": (row - 0.38, 0.36), "NVMe writes": (row + 0.02, 0.36)}.get(
+            band.text, (row - 0.38, 0.76)
+        )
+        bars = [(begin_s - start_s, end_s - begin_s) for begin_s, end_s in _intervals(found)]
+        nbytes = sum(event.bytes for event in found)
+        moved = f" ({format_bytes(nbytes)})" if nbytes and band.lane != "cpu" else ""
+        axes.broken_barh(bars, (bottom, height), facecolors=band.color, label=band.text + moved, linewidth=0)
+    axes.set_xlim(0, seconds)
+    axes.set_ylim(len(_LANES) - 0.5, -0.5)
+    axes.set_yticks(range(len(_LANES)), _LANES)
+    axes.set_xlabel("seconds")
+    axes.set_title("what each lane did", loc="left", fontsize=11)
+    axes.grid(axis="x", color="#D0D4DA", linewidth=0.6)
+    _plain(axes)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, frameon=False, fontsize=9)
+
+
+def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | None) -> None:
+    """How long each lane was busy, against the step and what the plan predicts."""
+    predicted = _predicted_s(plan)
+    colors = {band.lane: band.color for band in _BANDS if band.text != "compute waits"}
+    widest = max([seconds, *predicted.values()])
+    for row, lane in enumerate(_LANES):
+        busy_s = _busy_s(events, lane)
+        axes.barh(row, seconds, height=0.62, color="#ECEEF1")
+        axes.barh(row, busy_s, height=0.62, color=colors[lane])
+        if lane in predicted:
+            axes.plot([predicted[lane]] * 2, [row - 0.42, row + 0.42], color="black", linewidth=2.2)
+        axes.text(
+            1.02 * widest, row, f"{format_seconds(busy_s)}  {busy_s / seconds:4.0%}", va="center", fontsize=9
+        )
+    axes.set_xlim(0, 1.3 * widest)
+    axes.set_ylim(len(_LANES) - 0.5, -0.5)
+    axes.set_yticks(range(len(_LANES)), _LANES)
+    axes.set_xlabel("seconds")
+    marked = ", | predicted by the plan" if predicted else ""
+    axes.set_title(f"busy in a step of {format_seconds(seconds)}{marked}", loc="left", fontsize=11)
+    _plain(axes)
+
+
+def _predicted_s(plan: Plan | None) -> Mapping[str, float]:
+    if plan is None or plan.prediction is None:
+        return {}
+    forward, backward = plan.prediction.forward.lanes_s, plan.prediction.backward.lanes_s
+    return {lane: forward.get(lane, 0.0) + backward.get(lane, 0.0) for lane in _LANES}
+
+
+def _draw_stages(axes: Any, stages: _Stages) -> None:
+    """The step from its begin to its end."""
+    rows = (
+        ("forward", stages.forward_s, _SKY),
+        ("backward", stages.backward_s, _BLUE),
+        ("compute waits", stages.stall_s, _RED),
+        ("rest of the\noptimizer", stages.rest_s, _GREY),
+    )
+    total = sum(seconds for _, seconds, _ in rows)
+    begin = 0.0
+    for row, (_, seconds, color) in enumerate(rows):
+        axes.barh(row, seconds, left=begin, height=0.62, color=color)
+        right = begin + seconds
+        fits_right = right < 0.6 * total
+        axes.text(
+            right + 0.02 * total if fits_right else begin - 0.02 * total,
+            row,
+            f"{format_seconds(seconds)}  {seconds / total:.0%}",
+            va="center",
+            ha="left" if fits_right else "right",
+            fontsize=9,
+        )
+        begin = right
+    axes.set_xlim(0, total)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.set_xlabel("seconds")
+    axes.set_title("where the time went", loc="left", fontsize=11)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,320 @@
+"""Everything that a training script does beside the loop: evaluate, generate, save, load, resume, release."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.hardware import HardwareProfile
+from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, Output, tokens, vectors
+from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain, train, weights_of
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+PAGE = 4096
+
+
+@pytest.fixture
+def streamed(hw: HardwareProfile, tmp_path: Path) -> Any:
+    """``with streamed(model):`` trains it with everything on NVMe (or by ``policy``), and releases it at the end."""
+
+    def compile_it(
+        model: nn.Module, dtype: torch.dtype = torch.float32, policy: str = "keep"
+    ) -> AbstractContextManager[nn.Module]:
+        store = tmp_path / "store"
+        store.mkdir(exist_ok=True)
+        return lohan_fx.releasing(
+            lohan_fx.compile(model, hw, nvme=store, compute_dtype=dtype, policy=policy, host_memory="2GiB")
+        )
+
+    return compile_it
+
+
+def adamw(model: nn.Module) -> Any:
+    """torch's for an ordinary model, ours for a compiled one."""
+    kind = lohan_fx if hasattr(model, "_lohan_fx") else torch.optim
+    return kind.AdamW(model.parameters(), lr=LR)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["keep", "lohan"])
+def test_evaluation_between_steps_is_equal_to_plain(policy: str, streamed: Any) -> None:
+    def run(model: nn.Module) -> tuple[list[float], list[torch.Tensor]]:
+        optimizer, outputs = adamw(model), []
+        losses = train(model, optimizer, GPT2, 1)
+        for length in (16, 9):
+            model.eval()
+            with torch.no_grad():
+                outputs.append(model(**tokens(length=length)).logits)
+            model.train()
+            losses += train(model, optimizer, GPT2, 1, seed=None)
+        return losses, outputs
+
+    expected, model = GPT2.build(), GPT2.build()
+    expected_losses, expected_outputs = run(expected)
+    with streamed(model, policy=policy):
+        losses, outputs = run(model)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_evaluation_before_training_and_in_inference_mode(streamed: Any) -> None:
+    expected, model = PERCEPTRON.build().eval(), PERCEPTRON.build().eval()
+    batch = vectors()
+    with streamed(model), torch.inference_mode():
+        assert torch.equal(model(**batch).prediction, expected(**batch).prediction)
+
+
+def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
+    expected, model = LLAMA.build().eval(), LLAMA.build().eval()
+    prompt = torch.tensor([[5, 17, 3]])
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    wanted = expected.generate(prompt, **options)
+    with streamed(model):
+        assert torch.equal(model.generate(prompt, **options), wanted)
+    assert wanted.shape == (1, 8)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_shape_trains_the_same_states(streamed: Any) -> None:
+    short, long = PERCEPTRON, Case("long", PERCEPTRON.make, lambda: vectors(batch=11))
+
+    def run(model: nn.Module) -> list[float]:
+        optimizer = adamw(model)
+        losses = train(model, optimizer, short, 2)
+        losses += train(model, optimizer, long, 2, seed=None)
+        return losses + train(model, optimizer, short, 1, seed=None)
+
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    expected_losses = run(expected)
+    with streamed(model):
+        assert run(model) == expected_losses
+        assert len(compiled(model).plans) == 2
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+# --- saving and loading ---------------------------------------------------------------------------------------
+
+
+def test_state_dict_holds_the_fp32_values_under_the_models_names(streamed: Any) -> None:
+    expected, model = GPT2.build(), GPT2.build()
+    train(expected, adamw(expected), GPT2, 2)
+    with streamed(model):
+        train(model, adamw(model), GPT2, 2)
+        found = model.state_dict()
+    assert_same_weights(found, expected.state_dict())
+
+
+def test_a_bf16_runs_state_dict_is_its_masters(streamed: Any) -> None:
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    start = weights_of(expected)
+    with streamed(model, torch.bfloat16):
+        before = model.state_dict()
+        losses = train(model, adamw(model), PERCEPTRON, 2)
+        after = model.state_dict()
+    assert_same_weights(before, start)
+    torch._dynamo.reset()
+    recipe = MasterAdamW(expected, lr=LR)
+    assert losses == train(torch.compile(expected, backend="aot_eager", dynamic=False), recipe, PERCEPTRON, 2)
+    assert_same_weights(after, {name: master.detach() for name, master in recipe.masters.items()})
+
+
+@pytest.mark.parametrize("policy", ["keep", "in-memory"])
+def test_training_resumes_in_another_model_from_both_state_dicts(policy: str, streamed: Any) -> None:
+    first, second = GPT2.build(), GPT2.build()
+    with streamed(first, policy=policy):
+        optimizer = adamw(first)
+        losses = train(first, optimizer, GPT2, 2)
+        saved, saved_states = first.state_dict(), copy.deepcopy(optimizer.state_dict())
+    with torch.random.fork_rng(), torch.no_grad():
+        for parameter in second.parameters():
+            parameter.normal_()
+    with streamed(second, policy=policy):
+        second.load_state_dict(saved)
+        optimizer = adamw(second)
+        optimizer.load_state_dict(saved_states)
+        losses += train(second, optimizer, GPT2, 3, seed=None)
+    expected = plain(GPT2, 5)
+    assert losses == expected.losses
+    assert_same_weights(weights_of(second), expected.weights)
+
+
+def test_loading_over_a_trained_model_goes_back(streamed: Any) -> None:
+    """As at a spike in the loss: parameters and states of an earlier step, in the same compiled model."""
+
+    def run(model: nn.Module) -> list[float]:
+        optimizer = adamw(model)
+        losses = train(model, optimizer, PERCEPTRON, 2)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        states = copy.deepcopy(optimizer.state_dict())
+        losses += train(model, optimizer, PERCEPTRON, 2, seed=None)
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(states)
+        return losses + train(model, optimizer, PERCEPTRON, 2)
+
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    expected_losses = run(expected)
+    with streamed(model):
+        assert run(model) == expected_losses
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_states_are_exchanged_with_torch_both_ways(streamed: Any) -> None:
+    first, second, third = (PERCEPTRON.build() for _ in range(3))
+    torch_optimizer = adamw(first)
+    losses = train(first, torch_optimizer, PERCEPTRON, 2)
+    with streamed(second):
+        second.load_state_dict(first.state_dict())
+        optimizer = adamw(second)
+        optimizer.load_state_dict(torch_optimizer.state_dict())
+        losses += train(second, optimizer, PERCEPTRON, 2, seed=None)
+        values, states = second.state_dict(), optimizer.state_dict()
+    third.load_state_dict(values)
+    torch_optimizer = adamw(third)
+    torch_optimizer.load_state_dict(states)
+    losses += train(third, torch_optimizer, PERCEPTRON, 1, seed=None)
+    expected = plain(PERCEPTRON, 5)
+    assert losses == expected.losses
+    assert_same_weights(weights_of(third), expected.weights)
+
+
+@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=str)
+def test_save_pretrained_writes_a_model_that_loads(case: Case, streamed: Any, tmp_path: Path) -> None:
+    expected, model = case.build(), case.build()
+    train(expected, adamw(expected), case, 1)
+    with streamed(model):
+        train(model, adamw(model), case, 1)
+        model.save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_weights(weights_of(loaded), weights_of(expected))
+    for file in (tmp_path / "saved").iterdir():
+        file.unlink()
+
+
+# --- release --------------------------------------------------------------------------------------------------
+
+
+def test_release_gives_an_ordinary_model_that_trains_on(streamed: Any, tmp_path: Path) -> None:
+    model = GPT2.build()
+    with streamed(model):
+        losses = train(model, adamw(model), GPT2, 1)
+        assert list((tmp_path / "store").iterdir())
+    assert not list((tmp_path / "store").iterdir())
+    assert all(type(p) is nn.Parameter and p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    assert model.lm_head.weight is model.transformer.wte.weight, "tied weights came apart"
+    assert losses == plain(GPT2, 1).losses
+    assert_same_weights(weights_of(model), plain(GPT2, 1).weights)
+    train(model, adamw(model), GPT2, 1)
+    assert not torch.equal(model.lm_head.weight, plain(GPT2, 1).weights["transformer.wte.weight"])
+
+
+def test_a_released_model_can_be_compiled_again(streamed: Any) -> None:
+    model, expected = PERCEPTRON.build(), PERCEPTRON.build()
+    for number in range(3):
+        with streamed(model, policy=("keep", "swap-nvme", "in-memory")[number]):
+            losses = train(model, adamw(model), PERCEPTRON, 1, seed=number)
+        assert losses == train(expected, adamw(expected), PERCEPTRON, 1, seed=number)
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+# --- what is not a parameter ----------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    """Batch norm, whose running statistics are buffers that a forward in training mode changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Output:
+        prediction = self.layers(x)
+        return Output((prediction - y).square().mean(), prediction)
+
+
+NORMALIZED = Case("normalized", Normalized, vectors)
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap-nvme"])
+def test_buffers_change_as_in_plain(policy: str, streamed: Any) -> None:
+    expected, model = NORMALIZED.build(), NORMALIZED.build()
+    expected_losses = train(expected, adamw(expected), NORMALIZED)
+    with streamed(model, policy=policy):
+        assert train(model, adamw(model), NORMALIZED) == expected_losses
+    assert_same_weights(model.state_dict(), expected.state_dict())
+    assert int(model.layers[1].num_batches_tracked) == 5
+
+
+def test_prepare_runs_nothing(streamed: Any) -> None:
+    expected, model = NORMALIZED.build(), NORMALIZED.build()
+    expected_losses = train(expected, adamw(expected), NORMALIZED, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = vectors()
+    with streamed(model):
+        generator = torch.get_rng_state()
+        plan = lohan_fx.prepare(model, **batch)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert_same_weights(model.state_dict(), before)
+        assert plan.prediction is not None and plan is lohan_fx.prepare(model, **batch)
+        assert train(model, adamw(model), NORMALIZED, 2) == expected_losses
+        assert len(compiled(model).plans) == 1
+    assert_same_weights(model.state_dict(), expected.state_dict())
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Parameters large beside a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return Output(x.square().mean(), x)
+
+
+WIDE = Case("wide", Wide, lambda: {"x": torch.randn(2, 256).bfloat16()})
+
+
+def test_gradients_do_not_touch_the_disk_after_the_first_step(streamed: Any) -> None:
+    with streamed(WIDE.build(), torch.bfloat16) as model:
+        optimizer = adamw(model)
+        numel = sum(p.numel() for p in model.parameters())
+        steps = [_traffic(model, optimizer) for _ in range(3)]
+        prediction = compiled(model).plans[0].prediction
+        assert prediction is not None
+    assert prediction.nvme_write_bytes == 14 * numel
+    # The first layer's input needs no gradient, so its weight is not fetched again.
+    assert prediction.nvme_read_bytes == (2 + 12) * numel + 2 * 2 * numel // 3
+    held, *later = steps
+    padding = 4 * PAGE * 3
+    for read, written in later:
+        assert 0 <= written - prediction.nvme_write_bytes <= padding
+        assert 0 <= read - prediction.nvme_read_bytes <= padding
+    assert held[1] - prediction.nvme_write_bytes >= 4 * numel, "the first step, which nobody has counted, holds them"
+
+
+def _traffic(model: nn.Module, optimizer: Any) -> tuple[int, int]:
+    """Bytes read and written by one step."""
+    store = compiled(model).engine.store
+    read, written = store.bytes_read, store.bytes_written
+    train(model, optimizer, WIDE, 1)
+    return store.bytes_read - read, store.bytes_written - written
