@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,11 +38,16 @@ import lohan_fx
 from lohan_fx.compile import default_nvme_root
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import StepReport
+from lohan_fx.plan import Plan
 from lohan_fx.plan_table import plan_summary
 from lohan_fx.planner import POLICIES
+from lohan_fx.runtime.timeline import Event
 from lohan_fx.timeline_chart import draw
 from lohan_fx.units import format_bytes
 
+STEPS = 40
+FEWEST_STEPS = 8
+TRAINING_S = 200
 HEAD_SIZE = 64
 PROMPT = "def "
 TEMPERATURE = 0.8
@@ -57,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policy", default="lohan", choices=POLICIES, help="how activations are treated (lohan: searched)")
     add("--compare", nargs="?", const="aot_eager", choices=("aot_eager", "eager"),
         help="train plain PyTorch as well: traced by torch.compile(backend='aot_eager'), or eager")  # fmt: skip
-    add("--steps", type=int, default=40)
+    add("--steps", type=int, help=f"(default: {STEPS}, or as many as are predicted to take {TRAINING_S} s)")
     add("--batch", type=int, default=4)
     add("--seq", type=int, default=128, help="bytes of text per sequence (128)")
     add("--layers", type=int, default=17)
@@ -103,13 +108,15 @@ def warmup_cosine(steps: int) -> Callable[[int], float]:
     return factor
 
 
-def train(model: Any, monitor: lohan_fx.Monitor, text: PythonSources, args: argparse.Namespace, record_at: int) -> Any:
+def train(
+    model: Any, monitor: lohan_fx.Monitor, text: PythonSources, args: argparse.Namespace, *, record_at: int
+) -> tuple[list[float], list[StepReport], list[Event]]:
     """The usual loop. Returns the losses, what the monitor reported of each step, and the events of one step."""
     optimizer = lohan_fx.AdamW(model.parameters(), lr=args.lr, fused=True, accumulation_steps=1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
     losses: list[float] = []
     reports: list[StepReport] = []
-    events: list[Any] = []
+    events: list[Event] = []
 
     def step(batch: torch.Tensor) -> float:
         loss = model(input_ids=batch, labels=batch).loss
@@ -205,6 +212,40 @@ def compare(args: argparse.Namespace, losses: Sequence[float], reports: Sequence
     return {"backend": args.compare, "largest_loss_difference": difference, **asdict(plain)}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the training came to. ``per_step`` holds predicted beside measured."""
+
+    plan: Plan
+    losses: list[float]
+    validation_loss: dict[str, float]
+    reports: list[StepReport]
+    per_step: dict[str, dict[str, float]]
+    events: list[Event]
+    sample: str
+
+
+def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> Outcome:
+    """Everything between ``compile`` and ``release``."""
+    monitor = lohan_fx.Monitor(model)
+    batch = text.batch(0)
+    plan = lohan_fx.prepare(model, input_ids=batch, labels=batch)
+    print(f"captured and planned in {monitor.step().seconds:.0f} s\n\n{plan_summary(plan)}\n", flush=True)
+    assert plan.prediction is not None
+    if args.steps is None:
+        args.steps = max(FEWEST_STEPS, min(STEPS, int(TRAINING_S / plan.prediction.step_s)))
+    before = validation_loss(model, text)
+    print(f"validation loss {before:.4f} before training", flush=True)
+    losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
+    after = validation_loss(model, text)
+    print(f"validation loss {before:.4f} before, {after:.4f} after (nats per byte)\n", flush=True)
+    per_step = show_predicted_and_measured(plan, reports)
+    begin_s = time.perf_counter()
+    sample = generate(model, args)
+    print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)
+    return Outcome(plan, losses, {"before": before, "after": after}, reports, per_step, events, sample)
+
+
 def run(args: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
     hw = hardware(args)
@@ -212,36 +253,22 @@ def run(args: argparse.Namespace) -> None:
     text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
     model = build_model(args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = f"Llama, {parameters / 1e6:.0f}M parameters"
+    size = f"Llama, {parameters / 1e6:.3g}M parameters"
     print(f"{size}: {format_bytes(14 * parameters)} with optimizer states; {text}", flush=True)
-    with lohan_fx.releasing(
-        lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy)
-    ):
-        monitor = lohan_fx.Monitor(model)
-        batch = text.batch(0)
-        plan = lohan_fx.prepare(model, input_ids=batch, labels=batch)
-        print(f"captured and planned in {monitor.step().seconds:.0f} s\n\n{plan_summary(plan)}\n", flush=True)
-        before = validation_loss(model, text)
-        print(f"validation loss before: {before:.4f}", flush=True)
-        losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
-        after = validation_loss(model, text)
-        print(f"validation loss before {before:.4f}, after {after:.4f} (nats per byte)\n", flush=True)
-        figures = show_predicted_and_measured(plan, reports)
-        sample_begin_s = time.perf_counter()
-        sample = generate(model, args)
-        print(
-            f"{args.sample} bytes generated in {time.perf_counter() - sample_begin_s:.0f} s:\n{sample!r}\n", flush=True
-        )
-    compared = compare(args, losses, reports) if args.compare else None
+    lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy)
+    with lohan_fx.releasing(model):
+        done = run_streamed(model, text, args)
+    compared = compare(args, done.losses, done.reports) if args.compare else None
     args.output.mkdir(parents=True, exist_ok=True)
     picture, results = args.output / "timeline.png", args.output / "results.json"
-    where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {plan.policy}, {hw.device_name}"
-    draw(events, picture, title=f"{size}: one training step ({where})", plan=plan)
+    where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {done.plan.policy}, {hw.device_name}"
+    draw(done.events, picture, title=f"{size}: one training step ({where})", plan=done.plan)
     data = {
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "parameters": parameters, "losses": losses, "validation_loss": {"before": before, "after": after},
-        "per_step": figures, "reports": [asdict(report) for report in reports], "sample": sample, "compare": compared,
-        "seconds": time.perf_counter() - begin_s, "machine": hw.machine, "versions": dict(hw.versions),
+        "parameters": parameters, "losses": done.losses, "validation_loss": done.validation_loss,
+        "per_step": done.per_step, "reports": [asdict(report) for report in done.reports], "sample": done.sample,
+        "compare": compared, "seconds": time.perf_counter() - begin_s,
+        "machine": hw.machine, "versions": dict(hw.versions),
     }  # fmt: skip
     results.write_text(json.dumps(data, indent=2) + "\n")
     print(f"wrote {picture} and {results}; {data['seconds']:.0f} s in all")

@@ -31,10 +31,12 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         unit = unit if unit in _UNITS else f"{unit}b"
         if found is None or unit not in _UNITS:
             raise ValueError(f"{name} is {value!r}: expected bytes as a number, or text such as '6GiB' or '800MB'")
-        value = float(found.group(1)) * _UNITS[unit]
-    if not 0 < value < 2**63:
-        raise ValueError(f"{name} is {value!r}: expected more than zero bytes")
-    return int(value)
+        nbytes = float(found.group(1)) * _UNITS[unit]
+    else:
+        nbytes = value
+    if not 1 <= nbytes < 2**63:
+        raise ValueError(f"{name} is {value!r}: expected at least one byte, and fewer than 2**63")
+    return int(nbytes)
 
 
 def available_memory_bytes() -> int:

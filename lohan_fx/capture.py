@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -30,9 +31,12 @@ class Linked(Protocol):
 
 
 def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
-    """A ``torch.compile`` backend for the parameters of ``model``."""
+    """A ``torch.compile`` backend for the parameters of ``model``, which it does not keep: Dynamo keeps all backends."""
+    reference = weakref.ref(model)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
+        model = reference()
+        assert model is not None, "a model that is gone was called"
         found = {
             index: ParameterInput(value.slot, value.parameter_name, value.requires_grad)
             for index, value in enumerate(example_inputs)

@@ -206,7 +206,11 @@ def _measure(arguments: argparse.Namespace) -> None:
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None and not output.resolve().parent.is_dir():
         raise ValueError(f"--output: there is no directory {output.resolve().parent}")
-    profile = HardwareProfile.measure(arguments.nvme, device=arguments.device, seconds=arguments.seconds)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        profile = HardwareProfile.measure(arguments.nvme, device=arguments.device, seconds=arguments.seconds)
+    for warning in warned:
+        print(f"lohan-fx: warning: {warning.message}", file=sys.stderr)
     if output is not None:
         profile.save(output)
         return

@@ -205,7 +205,10 @@ def _directories(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Pa
             raise TypeError(f"nvme is {nvme!r}: expected a directory, or a list with a directory per drive")
         if not given:
             raise ValueError("nvme is an empty list: name at least one directory, or pass None for the default")
-        return [Path(directory) for directory in given], lambda: None
+        directories = [Path(directory) for directory in given]
+        if len({directory.resolve() for directory in directories}) < len(directories):
+            raise ValueError(f"nvme names a directory twice: {', '.join(map(str, directories))}; name each drive once")
+        return directories, lambda: None
     known = [Path(drive.directory) for drive in hw.nvme if drive.directory]
     if known:
         return known, lambda: None

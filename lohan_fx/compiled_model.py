@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -76,20 +78,26 @@ class CompiledModel:
         if self.engine.device.type == "cuda":
             for buffer in self.model.buffers():
                 buffer.data = buffer.data.to(self.engine.device)
+        # All are made before the first takes its place: whatever fails, the model is as it was.
+        shells = {slot: self._shell(slot) for slot in self._originals}
         for slot, original in self._originals.items():
-            module, name = original.places[0]
-            parameter = self.engine.slots[slot]
-            shell = make_shell(module._parameters[name], dtype=parameter.compute_dtype, device=self.engine.device)
-            shell.slot, shell.parameter_name, shell.owner = slot, parameter.name, self
             for module, name in original.places:
-                module._parameters[name] = shell
+                module._parameters[name] = shells[slot]
         for module in {module for original in self._originals.values() for module, _ in original.places}:
             self._stream_state_dict(module)
         self._replace(self.model, "zero_grad", self._zero_grad)
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
+        self._at_exit()
         self._call = {True: self._compiled(dynamic=False), False: self._compiled(dynamic=None)}
         self.model._compiled_call_impl = torch._dynamo.disable(self._run)
         object.__setattr__(self.model, ATTRIBUTE, self)
+
+    def _shell(self, slot: int) -> Shell:
+        module, name = self._originals[slot].places[0]
+        parameter = self.engine.slots[slot]
+        shell = make_shell(module._parameters[name], dtype=parameter.compute_dtype, device=self.engine.device)
+        shell.slot, shell.parameter_name, shell.owner = slot, parameter.name, self
+        return shell
 
     def _compiled(self, *, dynamic: bool | None) -> Callable[..., Any]:
         model = self.model
@@ -97,11 +105,24 @@ class CompiledModel:
         def call(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)
 
+        # Dynamo keeps its graphs with the code object: with one of its own, they go when the model does.
+        call.__code__ = call.__code__.replace()
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._call[torch.is_grad_enabled()](*args, **kwargs)
+
+    def _at_exit(self) -> None:
+        """A process that ends without ``release`` still removes its files; a forked child leaves its parent's alone."""
+        process = os.getpid()
+
+        def close() -> None:
+            if os.getpid() == process:
+                self._close()
+
+        atexit.register(close)
+        self._restore.append(functools.partial(atexit.unregister, close))
 
     def _stream_state_dict(self, module: nn.Module) -> None:
         self._replace(module, "_save_to_state_dict", self._save)
@@ -196,7 +217,7 @@ class CompiledModel:
             warnings.warn(
                 "the last step failed half-way: some of the parameters that the model gets back were updated by it and "
                 "some were not",
-                stacklevel=4,
+                stacklevel=3,
             )
         # All are read before any is replaced, so that a failing drive leaves the model as it is.
         values = {slot: self.engine.states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
@@ -217,6 +238,11 @@ class CompiledModel:
         self._restore.clear()
         self.model._compiled_call_impl = None
         object.__delattr__(self.model, ATTRIBUTE)
+        # Dynamo's globals lead from its graphs to us and so back to them: cut, or neither would ever be freed.
+        self._call.clear()
+        self._close()
+
+    def _close(self) -> None:
         try:
             self.engine.close()
         finally:

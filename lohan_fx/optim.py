@@ -57,7 +57,6 @@ class Adam(torch.optim.Optimizer):
         }  # fmt: skip
         self._engine: Engine | None = None
         self._group_of: dict[int, int] = {}
-        self._used: dict[int, AdamOptions] = {}
         super().__init__(params, defaults)
         if self._engine is None:
             raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
@@ -101,11 +100,7 @@ class Adam(torch.optim.Optimizer):
 
         None for a parameter in no group: as in torch, its gradient changes nothing.
         """
-        if slot not in self._group_of:
-            return None
-        options = self._current(self.param_groups[self._group_of[slot]])
-        self._used[self._group_of[slot]] = options
-        return options
+        return self._current(self.param_groups[self._group_of[slot]]) if slot in self._group_of else None
 
     def _current(self, group: dict[str, Any]) -> AdamOptions:
         return AdamOptions(
@@ -131,15 +126,17 @@ class Adam(torch.optim.Optimizer):
                 "call loss.backward() and then step()"
             )
         assert self._engine is not None
-        for index, used in self._used.items():
-            if used != self._current(self.param_groups[index]):
+        now = [self._current(group) for group in self.param_groups]
+        for slot, used in self._engine.applied_with.items():
+            index = self._group_of[slot]
+            if used != now[index]:
                 raise StepError(
-                    f"param group {index} changed between backward and step ({used} was used, now "
-                    f"{self._current(self.param_groups[index])}): the update ran inside the backward; change "
-                    "hyper-parameters after step()"
+                    f"param group {index} changed between backward and step ({used} was used, now {now[index]}): the "
+                    "update ran inside the backward; change hyper-parameters after step()"
                 )
         self._engine.step()
-        self._used.clear()
+        # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
+        torch.autograd.graph.increment_version([shell for group in self.param_groups for shell in group["params"]])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already.
@@ -180,7 +177,6 @@ class Adam(torch.optim.Optimizer):
         for index, shell in zip(saved, shells, strict=False):  # if they differ in number, torch says so below
             _check_entry(state_dict["state"].get(index), shell)
         super().load_state_dict({**state_dict, "state": {}})
-        self._used.clear()
         for index, shell in zip(saved, shells, strict=True):
             entry = state_dict["state"].get(index)
             resident = self._engine.residency[shell.slot]

@@ -17,9 +17,9 @@ import networkx as nx
 from lohan_fx import cost
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.passes.activation_graph import ActivationGraph
+from lohan_fx.passes.activation_graph import ActivationGraph, closure
 from lohan_fx.passes.annotate import block_of
-from lohan_fx.passes.search import Choice, read, search, useful
+from lohan_fx.passes.search import read, search, useful
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -39,6 +39,9 @@ keeps everything."""
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATE_BYTES = 12
+STAGING_GROWTH_BYTES = 128 << 20
+"""A larger promise also gets larger staging, by at most this, and larger windows, by at most 5/16 of the difference
+(``budgets.choose_windows``)."""
 SMALL_PARAMETER_ELEMENTS = 1 << 15
 """Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
 SMALL_ACTIVATION_BYTES = 4096
@@ -208,9 +211,30 @@ def _divide(problem: Problem, hw: HardwareProfile, room: _Room) -> tuple[tuple[f
         )
         return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
 
-    choice = search(problem.activations, step_s)
-    plan = _plan(problem, _place(problem, choice, room), homes, Tier.NVME, resident)
-    return (choice.step_s, room.parameters + room.states), plan
+    plans = [
+        _plan(problem, _place(problem, saved, room), homes, Tier.NVME, resident)
+        for saved in (search(problem.activations, step_s).saved, problem.activations.mandatory)
+    ]
+    priced = [((_step_s(problem, hw, plan), room.parameters + room.states), plan) for plan in plans]
+    return min(priced, key=lambda pair: pair[0])
+
+
+def _step_s(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
+    """Seconds of a step by ``plan``: the search divides bytes, but whole tensors were placed."""
+    found, decisions = problem.activations, {a.node: a.decision for a in plan.activations}
+    saved = [name for name, decision in decisions.items() if not isinstance(decision, Recompute)]
+    sizes = {name: found.activations[name].bytes for name in saved}
+    work = dataclasses.replace(
+        _work(problem, {p.name: p.home for p in plan.parameters}, _states_in_memory(plan)),
+        recompute_s=sum(found.seconds[name] for name in closure(found, set(saved))),
+        swapped_bytes=sum(nbytes for name, nbytes in sizes.items() if isinstance(decisions[name], Swap)),
+        swapped_nvme_bytes=sum(nbytes for name, nbytes in sizes.items() if decisions[name] == Swap(Tier.NVME)),
+    )
+    return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
+
+
+def _states_in_memory(plan: Plan) -> set[str]:
+    return {p.name for p in plan.parameters if p.states_home is Tier.HOST}
 
 
 def _fill(room_bytes: int, sizes: dict[str, int]) -> list[str]:
@@ -224,14 +248,14 @@ def _fill(room_bytes: int, sizes: dict[str, int]) -> list[str]:
     return chosen
 
 
-def _place(problem: Problem, choice: Choice, room: _Room) -> dict[str, Decision]:
+def _place(problem: Problem, saved: Collection[str], room: _Room) -> dict[str, Decision]:
     """Where each saved activation goes: the last produced stay (they are needed back first), the first go to NVMe
     (they are away longest; mechanisms B4 leaves this open)."""
     decisions: dict[str, Decision] = {}
     kept = swapped = 0
     for name in reversed(useful(problem.activations)):
         nbytes = problem.activations.activations[name].bytes
-        if name not in choice.saved:
+        if name not in saved:
             decisions[name] = Recompute()
         elif kept + nbytes <= room.keep or nbytes < SMALL_ACTIVATION_BYTES:
             decisions[name] = Keep()
@@ -371,7 +395,8 @@ def _check(problem: Problem, plan: Plan, device_peak: int) -> None:
     lines = []
     for tier, nbytes in over.items():
         budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
-        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={budget + nbytes:,} would fit")
+        enough = budget + nbytes if tier == "device" else budget + nbytes * 16 // 11 + STAGING_GROWTH_BYTES
+        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough:,} would fit")
     raise InfeasiblePlan(
         f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
         f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"

@@ -174,6 +174,7 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
             return shell.owner.read_parameter(shell.slot)
         if _streaming.get() and func is torch.Tensor.copy_:
             shell.owner.write_parameter(shell.slot, args[1])
+            torch.autograd.graph.increment_version(shell)
             return shell
     _refuse(_describe(func), *args, **kwargs)
 

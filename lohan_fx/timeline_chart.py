@@ -34,8 +34,8 @@ _BANDS = (
     _Band("compute", "forward", "forward", _SKY),
     _Band("compute", "backward", "backward", _BLUE),
     _Band("compute", _STALL, "compute waits", _RED),
-    _Band("h2d", "", "to the device", _GREEN),
-    _Band("d2h", "", "from the device", _GREEN),
+    _Band("h2d", "", "h2d: to the device", _GREEN),
+    _Band("d2h", "", "d2h: from the device", _GREEN),
     _Band("ssd", "read", "NVMe reads", _ORANGE),
     _Band("ssd", "write", "NVMe writes", _PURPLE),
     _Band("cpu", "", "optimizer", _GREY),
@@ -149,7 +149,7 @@ def _draw_lanes(axes: Any, events: Sequence[Event], start_s: float, seconds: flo
         bars = [(begin_s - start_s, end_s - begin_s) for begin_s, end_s in _intervals(found)]
         nbytes = sum(event.bytes for event in found)
         moved = f" ({format_bytes(nbytes)})" if nbytes and band.lane != "cpu" else ""
-        axes.broken_barh(bars, (bottom, height), facecolors=band.color, label=band.text + moved, linewidth=0)
+        axes.broken_barh(bars, (bottom, height), color=band.color, label=band.text + moved, linewidth=0.5)
     axes.set_xlim(0, seconds)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.set_yticks(range(len(_LANES)), _LANES)
@@ -163,7 +163,7 @@ def _draw_lanes(axes: Any, events: Sequence[Event], start_s: float, seconds: flo
 def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | None) -> None:
     """How long each lane was busy, against the step and what the plan predicts."""
     predicted = _predicted_s(plan)
-    colors = {band.lane: band.color for band in _BANDS if band.text != "compute waits"}
+    colors = {band.lane: band.color for band in _BANDS if band.text not in ("compute waits", "NVMe writes")}
     widest = max([seconds, *predicted.values()])
     for row, lane in enumerate(_LANES):
         busy_s = _busy_s(events, lane)
@@ -178,8 +178,8 @@ def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | 
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_xlabel("seconds")
-    marked = ", | predicted by the plan" if predicted else ""
-    axes.set_title(f"busy in a step of {format_seconds(seconds)}{marked}", loc="left", fontsize=11)
+    marked = " (black: as predicted)" if predicted else ""
+    axes.set_title(f"how long each was busy, of {format_seconds(seconds)}{marked}", loc="left", fontsize=11)
     _plain(axes)
 
 

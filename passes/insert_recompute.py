@@ -3,7 +3,7 @@
 Requires: halves from ``partition``.
 Ensures: exactly what the plan keeps or swaps crosses (values that nothing reads any more are dropped), beside
 inputs and outputs; each recomputed op stands once in the backward, named ``recompute_*``, right before the first
-node that needs it. Random ops are never replayed.
+node that needs it or one of its results. Random ops are never replayed.
 
     backward(a, ...):  use(a)     ->     backward(x, ...):  recompute_a = op(x);  use(recompute_a)
 """
@@ -11,6 +11,7 @@ node that needs it. Random ops are never replayed.
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 from torch.fx import GraphModule, Node
 
@@ -79,8 +80,11 @@ class _Cloner:
                 f"the plan recomputes {node.name} ({node.target}), which would draw other random numbers: "
                 "its outputs must be kept or swapped"
             )
-        with self._backward.graph.inserting_before(before):
-            copy = self._backward.graph.node_copy(node, lambda n: self._available[n.name])
+        graph = self._backward.graph
+        # A part is taken out at once: until the last one is, the tuple holds them all.
+        part_of = self._available[node.all_input_nodes[0].name] if node.target is operator.getitem else None
+        with graph.inserting_after(part_of) if part_of else graph.inserting_before(before):
+            copy = graph.node_copy(node, lambda n: self._available[n.name])
         copy.name = f"recompute_{node.name}"
         copy.meta = dict(node.meta)
         meta.set_cost(copy, dataclasses.replace(cost, phase=Phase.BACKWARD))

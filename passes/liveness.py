@@ -3,19 +3,22 @@
 Requires: an annotated graph.
 Ensures: a value; the graph is unchanged.
 
-A storage lives from the node that makes it to the last node that reads it, through views too. Inputs that only
+A storage lives from the node that makes it to the last node that reads it, through views too. The results of an op
+with several live from the op on, and all of them until the last has been taken out of its tuple. Inputs that only
 this graph holds (saved activations, tangents) die at their last use as well, because a boxed graph gives them up;
 outputs, inputs that the caller holds and parameters at home on the device do not die.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
+from lohan_fx.passes.annotate import at_hint, storage_bytes
 from lohan_fx.passes.halves import Halves, outputs_of
 from lohan_fx.plan import Plan, Tier
 
@@ -51,22 +54,30 @@ def peak_bytes(
     the caller holds to the end.
     """
     nodes = list(gm.graph.nodes)
-    last = _last_reads(nodes)
+    dying = _dying(nodes)
     kept = {_storage(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
     live = {n: meta.cost(n).bytes for n in nodes if n.op == "placeholder" and n.name not in shells}
     total = sum(live.values())
     peak, peak_node = total, "inputs"
     for place, node in enumerate(nodes):
         if node.op == "call_function":
-            made = 0 if node.target is ops.FETCH and meta.origin(node) in resident else meta.cost(node).bytes
-            live[node] = made
-            total += made
+            made = {} if node.target is ops.FETCH and meta.origin(node) in resident else _made(node)
+            live.update(made)
+            total += sum(made.values())
             if total > peak:
                 peak, peak_node = total, node.name
-            for storage in {_storage(n) for n in (node, *node.all_input_nodes)} - kept:
-                if storage in live and last.get(storage, place) <= place:
-                    total -= live.pop(storage)
+            total -= sum(live.pop(storage, 0) for storage in dying.get(place, ()) if storage not in kept)
     return Peak(peak, peak_node, total)
+
+
+def _made(node: Node) -> dict[Node, int]:
+    """Bytes of each storage that ``node`` makes, by the node that stands for it."""
+    if node.target is operator.getitem or meta.cost(node).is_view:
+        return {}
+    if meta.tensor(node) is not None:
+        return {node: meta.cost(node).bytes}
+    parts = {part: meta.cost(part).bytes for part in node.users if part.target is operator.getitem}
+    return {node: at_hint(storage_bytes(meta.value(node))) - sum(parts.values()), **parts}
 
 
 def _storage(node: Node) -> Node:
@@ -76,9 +87,17 @@ def _storage(node: Node) -> Node:
     return node
 
 
-def _last_reads(nodes: list[Node]) -> dict[Node, int]:
+def _dying(nodes: list[Node]) -> dict[int, list[Node]]:
+    """Place -> storages that nothing needs after it."""
     last: dict[Node, int] = {}
     for place, node in enumerate(nodes):
+        if node.op == "call_function":
+            last[_storage(node)] = place
         for source in node.all_input_nodes:
             last[_storage(source)] = place
-    return last
+        if node.target is operator.getitem:
+            last.update(dict.fromkeys(node.all_input_nodes[0].users, place))
+    dying: dict[int, list[Node]] = {}
+    for storage, place in last.items():
+        dying.setdefault(place, []).append(storage)
+    return dying

@@ -8,10 +8,11 @@ After ``partition`` and ever after
 After ``insert_recompute``
   - exactly what the plan keeps or swaps crosses, beside inputs and outputs
 After ``insert_fetches``
-  - nothing but ``fetch`` reads a shell; each start has one user, its ``wait``, and each ``wait`` waits for a start
+  - nothing but ``fetch`` reads a shell, by its slot; each start has one user, its ``wait``, and each ``wait`` waits for
+    a start
 After ``insert_swaps``
-  - every ``swap_in`` has one ``swap_out`` of its slot and the other way round; nothing reads a value after its
-    ``swap_out``; what the plan swaps crosses as a handle
+  - every ``swap_in`` has one ``swap_out`` of its slot and value and the other way round; nothing reads a value after its
+    ``swap_out``, and nothing but ``swap_in`` a handle; what the plan swaps crosses as a handle
 After ``insert_gradient_offload``
   - every trainable parameter with a gradient reaches exactly one ``offload_grad``; no gradient of a parameter is
     returned; no fetch of a parameter, and no use of a fetched one, follows its ``offload_grad``
@@ -144,9 +145,12 @@ def _saves_the_plan(halves: Halves, plan: Plan, after: str) -> None:
 def _only_fetch_reads_shells(halves: Halves, plan: Plan, after: str) -> None:
     for _, gm in halves.graphs():
         for node in gm.graph.find_nodes(op="placeholder"):
-            for user in node.users if node.name in halves.parameters else ():
+            parameter = halves.parameters.get(node.name)
+            for user in node.users if parameter is not None else ():
                 if user.op != "output" and user.target is not ops.FETCH:
                     _fail(gm, user, after, f"reads the shell {node.name} itself; it must read wait(fetch(..))")
+                if user.op != "output" and parameter is not None and user.args[1] != parameter.slot:
+                    _fail(gm, user, after, f"fetches slot {user.args[1]}; {parameter.name} is slot {parameter.slot}")
 
 
 def _starts_are_waited_for(halves: Halves, plan: Plan, after: str) -> None:
@@ -176,8 +180,14 @@ def _swaps_pair_up(halves: Halves, plan: Plan, after: str) -> None:
             gm, node = (forward, leaving[-1]) if leaving else (backward, returning[-1])
             what = f"slot {slot} has {len(leaving)} swap_out and {len(returning)} swap_in; expected one each"
             _fail(gm, node, after, what)
-    outputs = _output_names(halves)
+        handle, value = returning[0].all_input_nodes[0].name, _value_name(leaving[0])
+        if handle != value:
+            _fail(backward, returning[0], after, f"slot {slot} holds {value}, not {handle}")
+    outputs, taken = _output_names(halves), halves.saved_placeholders()
     for node in halves.crossing():
+        for user in taken[_value_name(node)].users if node.target is ops.SWAP_OUT else ():
+            if user.target is not ops.SWAP_IN:
+                _fail(backward, user, after, f"reads the handle of {_value_name(node)}; it must read wait(swap_in(..))")
         if isinstance(plan.decision(node.name), Swap) and node.name not in outputs:
             _fail(forward, node, after, "is planned to be swapped, but crosses as it is")
 

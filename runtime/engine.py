@@ -44,7 +44,10 @@ OPTIMIZER_STATES = "optimizer states"
 
 
 class Engine:
-    """Executes the ``lohan`` ops of one model. Made by ``compile``; set up by the first plan (``configure``)."""
+    """Executes the ``lohan`` ops of one model. Made by ``compile``; set up by the first plan (``configure``).
+
+    ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
+    """
 
     def __init__(self, slots: Sequence[ParameterSlot], store: NvmeStore, device: torch.device) -> None:
         self.slots = {slot.slot: slot for slot in slots}
@@ -56,6 +59,7 @@ class Engine:
         self.micro_batches = MicroBatches([*trained, OPTIMIZER_STATES] if trained else [])
         self.states = States(store, self.slots, self.residency)
         self.options: Options | None = None
+        self.applied_with: dict[int, AdamOptions] = {}
         self._activation_slots: list[int] = []
         self._applying = False
         self._machine: Machine | None = None
@@ -94,6 +98,7 @@ class Engine:
         )
         # A lane's copies and Adam's arithmetic use one thread each: the compute threads keep the cores.
         one_thread = functools.partial(torch.set_num_threads, 1)
+        compute_threads = torch.get_num_threads()
         self._machine = Machine(
             store=self.store,
             pool=pool,
@@ -105,6 +110,8 @@ class Engine:
             cpu=Lane("cpu", initializer=one_thread),
             io_bytes=windows.io_bytes,
         )
+        # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
+        torch.set_num_threads(compute_threads)
         self._stream = ParameterStream(self._machine, self.slots, self.residency)
         self._swap = ActivationSwap(self._machine, HostArena(pool.acquire("activations") if arena_bytes else None))
         self._optimizer = OutOfCoreOptimizer(
@@ -148,6 +155,7 @@ class Engine:
             return
         if self._applying:
             self.micro_batches.gradient_applied()
+            self.applied_with[slot] = options
             self._optimizer.offer(slot, g, Purpose.APPLY, options)
         else:
             self.states.make_room_to_hold(slot)
@@ -225,6 +233,7 @@ class Engine:
             self.micro_batches.backward_failed(error)
             raise
         self.states.forget_held()
+        self.applied_with.clear()
         self.micro_batches.step_ends()
 
     def zero_grad(self) -> None:
@@ -254,6 +263,7 @@ class Engine:
         self.micro_batches.restored(state)
         if torn and not self.micro_batches.torn:
             self.states.forget_held()
+            self.applied_with.clear()
 
     def let_go(self) -> None:
         """Before the end: wait until nothing is under way, whatever has become of it."""

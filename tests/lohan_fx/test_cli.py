@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -232,6 +233,7 @@ def test_measure_writes_or_prints_the_profile(
 
     def measure(nvme: Sequence[str], *, device: str | None, seconds: float) -> HardwareProfile:
         asked.append((nvme, device, seconds))
+        warnings.warn("others keep the processors busy", RuntimeWarning, stacklevel=2)
         return profile
 
     monkeypatch.setattr(HardwareProfile, "measure", measure)
@@ -239,7 +241,8 @@ def test_measure_writes_or_prints_the_profile(
     assert main(["measure", "--nvme", "/a", "/b", "--seconds", "3", "--device", "cpu", "--output", str(path)]) == 0
     assert asked == [(["/a", "/b"], "cpu", 3.0)]
     assert HardwareProfile.load(path) == profile
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "lohan-fx: warning: others keep the processors busy\n")
     assert main(["measure"]) == 0
     assert capsys.readouterr().out == path.read_text()
 

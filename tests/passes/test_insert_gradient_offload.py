@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lohan_fx import meta, ops
 from lohan_fx.passes.halves import outputs_of
 from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
 from lohan_fx.plan import Keep, Recompute
 from tests.passes.fake_runtime import eager, run
-from tests.passes.graphs import DECISIONS, MODELS, captured, nodes, plan_for, rewrite, text
+from tests.passes.graphs import DECISIONS, MODELS, TwoLayers, capture, captured, nodes, plan_for, rewrite, text
 
 
 def test_golden() -> None:
@@ -78,10 +79,6 @@ def test_a_gradient_leaves_as_soon_as_it_is_complete_and_its_parameter_unused(na
 
 
 def test_gradients_of_inputs_stay_outputs() -> None:
-    import torch
-
-    from tests.passes.graphs import TwoLayers, capture
-
     found = capture(TwoLayers(), torch.linspace(-1, 1, 12).view(3, 4).requires_grad_())
     halves = rewrite(found, plan_for(found, Keep()), upto=insert_gradient_offload)
     assert halves.backward is not None
@@ -89,19 +86,18 @@ def test_gradients_of_inputs_stay_outputs() -> None:
     assert [value is None for value in returned] == [True, True, False, True]
 
 
+class Bias(torch.nn.Module):
+    """Its parameter's gradient is the gradient that autograd hands in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
 def test_a_gradient_that_is_an_input_of_the_backward_leaves_after_all_inputs() -> None:
-    import torch
-
-    from tests.passes.graphs import capture
-
-    class Bias(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = torch.nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.bias
-
     found = capture(Bias(), torch.ones(4))
     halves = rewrite(found, plan_for(found, Keep()), upto=insert_gradient_offload)
     assert halves.backward is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -91,9 +92,26 @@ def test_each_op_is_recomputed_once_and_right_before_it_is_needed(name: str) -> 
     again = [n for n in nodes if n.name.startswith("recompute_")]
     assert len({meta.origin(n) for n in again}) == len(again) > 0
     for node in again:
-        first = min(nodes.index(user) for user in node.users)
-        assert all(n in again for n in nodes[nodes.index(node) : first])
         assert meta.cost(node).phase is Phase.BACKWARD
+        if node.target is not operator.getitem:
+            parts = [part for part in node.users if part.target is operator.getitem]
+            readers = [user for shown in (node, *parts) for user in shown.users if user not in parts]
+            first = min(nodes.index(reader) for reader in readers)
+            assert all(n in again for n in nodes[nodes.index(node) : first])
+
+
+def test_parts_are_taken_right_behind_the_op_that_made_them() -> None:
+    """Else the tuple would keep the large part alive as long as the small one is awaited."""
+    found = captured("transformer")
+    halves = rewrite(found, plan_for(found, Recompute()), upto=insert_recompute)
+    assert halves.backward is not None
+    nodes = list(halves.backward.graph.nodes)
+    parts = [n for n in nodes if n.name.startswith("recompute_getitem")]
+    assert len(parts) > 9
+    for part in parts:
+        parent = part.all_input_nodes[0]
+        between = nodes[nodes.index(parent) + 1 : nodes.index(part)]
+        assert all(n.all_input_nodes == [parent] for n in between)
 
 
 @pytest.mark.parametrize("name", MODELS)

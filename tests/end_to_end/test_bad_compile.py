@@ -1,0 +1,547 @@
+"""What ``compile`` and the first call refuse: the message names the thing and the remedy, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.capture import prepare_dynamo
+from lohan_fx.errors import CaptureError, InfeasiblePlan, StoreError
+from lohan_fx.hardware import HardwareProfile, NvmeProfile
+from lohan_fx.plan import Plan
+from tests.runtime.faulty_backend import FaultyBackend
+from tests.tiny import WIDTH, Plain, Tiny, batch, profile, same_weights
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+compile_module = importlib.import_module("lohan_fx.compile")  # the package's name `compile` is the function
+store_module = importlib.import_module("lohan_fx.runtime.nvme_store")
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs without a directory go; empty again after every test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lohan_fx"
+
+
+def refused(model: nn.Module, kind: type[Exception] | tuple[type[Exception], ...], *words: str, **arguments: Any) -> str:
+    """``compile`` raises ``kind``, saying all of ``words``; the model is untouched, and so are the directories."""
+    arguments.setdefault("hw", profile())
+    before = {name: (parameter, type(parameter)) for name, parameter in model.named_parameters()}
+    with pytest.raises(kind) as caught:
+        lohan_fx.compile(model, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+    after = {name: (parameter, type(parameter)) for name, parameter in model.named_parameters()}
+    assert all(after[name][0] is before[name][0] and after[name] == before[name] for name in before)
+    given = arguments.get("nvme")
+    for directory in [given] if isinstance(given, Path) else []:
+        assert not directory.is_dir() or not list(directory.iterdir())
+    return str(caught.value)
+
+
+def streamed(model: nn.Module, nvme: Path, **arguments: Any) -> nn.Module:
+    defaults: dict[str, Any] = {"host_memory": "2GiB", "compute_dtype": torch.float32}
+    return lohan_fx.compile(model, **{"hw": profile(), "nvme": nvme, **defaults, **arguments})
+
+
+# --- directories ----------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_not_there(nvme: Path) -> None:
+    refused(Tiny(), ValueError, str(nvme / "gone"), "missing", "mkdir -p", nvme=nvme / "gone")
+    assert not (nvme / "gone").exists()
+
+
+def test_a_file_in_place_of_a_directory(nvme: Path) -> None:
+    (nvme / "file").write_text("mine")
+    refused(Tiny(), ValueError, str(nvme / "file"), "not a directory", nvme=[nvme / "file"])
+    assert (nvme / "file").read_text() == "mine"
+    (nvme / "file").unlink()
+
+
+def test_a_directory_of_the_profile_that_is_not_there(nvme: Path) -> None:
+    drive = NvmeProfile(str(nvme / "unmounted"), 1e9, 1e9, 1e9, 1 << 40)
+    refused(Tiny(), ValueError, "unmounted", "missing", hw=profile(nvme=(drive,)))
+
+
+def test_a_directory_without_permission_to_write(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As root everything is writable, so the answer is made up.
+    monkeypatch.setattr(store_module.os, "access", lambda path, mode: Path(path) != nvme)
+    refused(Tiny(), ValueError, str(nvme), "not writable", "chmod", nvme=nvme)
+
+
+def test_a_read_only_file_system(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty_store(monkeypatch, FaultyBackend({"open": [30]}))  # EROFS
+    refused(Tiny(), StoreError, str(nvme), "Read-only file system", "another directory", nvme=nvme)
+
+
+def test_the_same_directory_twice(nvme: Path) -> None:
+    (nvme.parent / "link").symlink_to(nvme)
+    refused(Tiny(), ValueError, str(nvme), "twice", nvme=[nvme, nvme.parent / "link"])
+    (nvme.parent / "link").unlink()
+
+
+def test_a_directory_in_memory_is_warned_of() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        with pytest.warns(UserWarning, match=f"{directory} is in memory .*takes RAM; name one on a drive"):
+            model = streamed(Tiny(), Path(directory))
+        lohan_fx.release(model)
+        assert not os.listdir(directory)
+
+
+def test_too_little_disk_space(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FaultyBackend(free_bytes={nvme: 8192})
+    faulty_store(monkeypatch, backend)
+    message = refused(Tiny(), StoreError, str(nvme), "8192 are free", "bytes are needed", "add a directory", nvme=nvme)
+    assert "pwritev" not in backend.calls and "fallocate" not in backend.calls
+    needed = int(message.split(" bytes are needed")[0].split()[-1])
+    assert needed > 12 * sum(p.numel() for p in Tiny().parameters())
+
+
+def test_the_disk_fills_up_while_parameters_are_written(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty_store(monkeypatch, FaultyBackend({"pwritev": [None, None, 28]}))
+    refused(Tiny(), StoreError, str(nvme), "No space left", ":master", nvme=nvme)
+
+
+def test_a_failure_after_everything_is_written(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise MemoryError("no room for shells")
+
+    monkeypatch.setattr(importlib.import_module("lohan_fx.compiled_model"), "make_shell", fails)
+    model = Tiny()
+    plain = Plain(model)
+    refused(model, MemoryError, nvme=nvme)
+    assert model(batch()).item() == plain.model(batch()).item()
+
+
+def test_the_default_directory_is_removed_when_compile_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty_store(monkeypatch, FaultyBackend({"fallocate": [5]}))
+    refused(Tiny(), StoreError, "Input/output error")
+    assert not list(cache.iterdir())
+    monkeypatch.undo()
+
+
+def test_the_default_directory_is_removed_with_what_killed_runs_left(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = cache / f"run-{ended.pid}-0"
+    left.mkdir(parents=True)
+    (left / "lohan_fx.store").write_text("gigabytes")
+    model = lohan_fx.compile(Tiny(), profile(), host_memory="2GiB")
+    assert [path.name for path in cache.iterdir()] == [f"run-{os.getpid()}-{next_run() - 1}"]
+    lohan_fx.release(model)
+    assert not list(cache.iterdir())
+
+
+def next_run() -> int:
+    """The number of the next run in the default place."""
+    number = next(compile_module._run_numbers)
+    assert isinstance(number, int)
+    return number
+
+
+def faulty_store(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> None:
+    def store(directories: Any, **arguments: Any) -> Any:
+        return store_module.NvmeStore(directories, **arguments, backend=backend)
+
+    monkeypatch.setattr(compile_module, "NvmeStore", store)
+
+
+# --- two runs -------------------------------------------------------------------------------------------------
+
+
+def test_two_models_in_one_directory(nvme: Path) -> None:
+    first = streamed(Tiny(), nvme)
+    with pytest.raises(StoreError, match=f"{nvme} is used by another lohan_fx run, process {os.getpid()}"):
+        lohan_fx.compile(second := Tiny(), profile(), nvme=nvme)
+    assert type(second.layers[0].weight) is nn.Parameter
+    assert torch.isfinite(first(batch()))  # the first one's files are still there
+    lohan_fx.release(first)
+    lohan_fx.release(streamed(second, nvme))
+
+
+def test_two_processes_in_one_directory(nvme: Path) -> None:
+    model = streamed(Tiny(), nvme)
+    child = subprocess.run(
+        [sys.executable, "-c", "import sys; from tests.end_to_end.test_bad_compile import second; second(sys.argv[1])", nvme],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    assert f"{nvme} is used by another lohan_fx run, process {os.getpid()}" in child.stdout
+    assert torch.isfinite(model(batch()))
+    lohan_fx.release(model)
+
+
+def second(nvme: str) -> None:
+    """Run by another process."""
+    try:
+        lohan_fx.compile(Tiny(), profile(), nvme=nvme)
+    except StoreError as error:
+        print(error)
+
+
+def test_a_process_that_ends_without_release_removes_its_files(nvme: Path) -> None:
+    code = """
+        import os, sys
+        from tests.tiny import Tiny, profile
+        import lohan_fx
+        model = lohan_fx.compile(Tiny(), profile(), nvme=sys.argv[1], host_memory="2GiB")
+        if os.fork() == 0:
+            sys.exit()
+        os.wait()
+        print(sorted(os.listdir(sys.argv[1])))
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), nvme], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == "['lohan_fx.lock', 'lohan_fx.store']"  # the forked child's end did not remove them
+    assert not list(nvme.iterdir())
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_too_small_for_anything(nvme: Path) -> None:
+    message = refused(
+        Tiny(), InfeasiblePlan, "host_memory=1,048,576", "bytes are missing", "at least", nvme=nvme, host_memory="1MiB"
+    )
+    enough = int(message.rpartition("at least ")[2].replace(",", ""))
+    lohan_fx.release(streamed(Tiny(), nvme, host_memory=enough))
+
+
+def test_device_memory_too_small_for_the_largest_parameter(nvme: Path) -> None:
+    refused(Tiny(), InfeasiblePlan, "layers.0.weight", "bytes short", nvme=nvme, host_memory="2GiB", device_memory=600)
+
+
+def test_memory_too_small_for_the_graphs(nvme: Path) -> None:
+    plain = Plain(Tiny())
+    model = streamed(Tiny(), nvme, host_memory="400MiB")
+    model.load_state_dict(plain.model.state_dict())
+    optimizer = lohan_fx.AdamW(model.parameters(), lr=0.01)
+    with pytest.raises(InfeasiblePlan, match=r"host_memory=\S+ bytes is \S+ short; host_memory=\S+ would fit.*smaller batch"):
+        model(torch.zeros(1, WIDTH).expand(4 << 20, WIDTH))
+    optimizer.zero_grad()
+    loss = model(batch())  # one that fits
+    loss.backward()
+    optimizer.step()
+    assert [loss.item()] == plain.step(batch())
+    lohan_fx.release(model)
+    same_weights(model, plain.model)
+    assert not list(nvme.iterdir())
+
+
+def test_what_infeasible_plan_says_would_fit_does(nvme: Path) -> None:
+    x = torch.zeros(1, WIDTH).expand(2 << 20, WIDTH)
+    model = streamed(Tiny(), nvme, host_memory="400MiB", policy="keep")
+    with pytest.raises(InfeasiblePlan) as caught:
+        lohan_fx.prepare(model, x)
+    lohan_fx.release(model)
+    (enough,) = re.findall("host_memory=([0-9,]+) would fit", str(caught.value))
+    model = streamed(model, nvme, host_memory=int(enough.replace(",", "")), policy="keep")
+    assert lohan_fx.prepare(model, x).host_memory_bytes == int(enough.replace(",", ""))
+    lohan_fx.release(model)
+
+
+# --- models ---------------------------------------------------------------------------------------------------
+
+
+class Odd(Tiny):
+    """Does ``what`` in the middle of its forward."""
+
+    def __init__(self, what: Callable[[Odd, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.what = what
+        self.embedding = nn.Embedding(4, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.what(self, self.layers[0](x))
+        return super().forward(x)
+
+
+def breaks(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def branches(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.sum() > 0 else x
+
+
+def counts(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.abs().max())):
+        x = x + 1
+    return x
+
+
+def looks_at_the_clock(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return x * time.perf_counter()
+
+
+def refuses(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("specify either x or y")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (breaks, "graph_break()"),
+        (branches, "Data-dependent branching"),
+        (counts, "data-dependent expression"),
+        (looks_at_the_clock, "perf_counter"),
+        (refuses, "specify either x or y"),
+    ],
+)
+def test_a_graph_break_says_where_and_why(what: Callable[..., torch.Tensor], reason: str, nvme: Path) -> None:
+    model = streamed(Odd(what), nvme)
+    with pytest.raises(CaptureError) as caught:
+        model(batch())
+    assert reason in str(caught.value)
+    line = what.__code__.co_firstlineno
+    places = [f'{Path(__file__).name}", line {line + n}, in {what.__name__}' for n in (1, 2)]
+    assert any(place in str(caught.value) for place in places)
+    assert "torch._dynamo.explain" in str(caught.value)
+    lohan_fx.release(model)
+    assert not list(nvme.iterdir())
+
+
+def edits_itself(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.layers[1].weight.mul_(0.5)
+    return x
+
+
+def looks_up(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return x + model.embedding(torch.zeros(1, dtype=torch.int64))
+
+
+def selects(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return x + x[x > 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (edits_itself, "edits its parameter layers.1.weight in place"),
+        (looks_up, "gradient of embedding.weight is torch.sparse_coo.*sparse=False"),
+        (selects, "depends on values and not on input shapes.*torch.where"),
+    ],
+)
+def test_a_graph_that_cannot_be_streamed(what: Callable[..., torch.Tensor], reason: str, nvme: Path) -> None:
+    model = streamed(Odd(what), nvme)
+    with pytest.raises(CaptureError, match=reason):
+        model(batch())
+    lohan_fx.release(model)
+
+
+def test_parameters_edited_without_gradients(nvme: Path) -> None:
+    model = streamed(Odd(edits_itself), nvme)
+    with torch.no_grad(), pytest.raises(CaptureError, match="edits its parameter layers.1.weight in place"):
+        model(batch())
+    lohan_fx.release(model)
+
+
+def test_inputs_of_a_wrong_shape(nvme: Path) -> None:
+    plain = Plain(Tiny())
+    model = streamed(Tiny(), nvme)
+    model.load_state_dict(plain.model.state_dict())
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        model(torch.zeros(2, WIDTH + 1))
+    assert model(batch()).item() == plain.model(batch()).item()
+    lohan_fx.release(model)
+
+
+def meta_model() -> nn.Module:
+    with torch.device("meta"):
+        return Tiny()
+
+
+def partly_on_meta() -> nn.Module:
+    model = Tiny()
+    model.layers[2] = nn.Linear(WIDTH, WIDTH, device="meta")
+    return model
+
+
+def with_a_gradient() -> nn.Module:
+    model = Tiny()
+    model(batch()).backward()
+    return model
+
+
+def with_a_hook() -> nn.Module:
+    model = Tiny()
+    model.layers[1].bias.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def with_a_late_hook() -> nn.Module:
+    model = Tiny()
+    model.layers[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def with_a_sparse_parameter() -> nn.Module:
+    model = Tiny()
+    model.register_parameter("thin", nn.Parameter(torch.eye(3).to_sparse()))
+    return model
+
+
+def compiled_by_torch() -> nn.Module:
+    model = Tiny()
+    model.compile()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (meta_model, ("layers.0.weight", "meta", "load its weights")),
+        (partly_on_meta, ("layers.2.weight", "meta")),
+        (lambda: Tiny().double(), ("layers.0.weight", "torch.float64", "make it", "float32")),
+        (lambda: Tiny().to(torch.complex64), ("layers.0.weight", "torch.complex64")),
+        (nn.ReLU, ("ReLU", "no parameters")),
+        (lambda: nn.LazyLinear(3), ("weight", "lazy", "call the model once")),
+        (with_a_gradient, ("layers.0.weight", "gradient", "zero_grad")),
+        (with_a_hook, ("layers.1.bias", "hook", "remove the hook")),
+        (with_a_late_hook, ("layers.1.bias", "hook", "remove the hook")),
+        (with_a_sparse_parameter, ("thin", "torch.sparse_coo", "dense")),
+        (compiled_by_torch, ("torch.compile",)),
+        (lambda: torch.compile(Tiny()), ("torch.compile",)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_a_model_that_cannot_be_compiled(make: Callable[[], nn.Module], words: tuple[str, ...], nvme: Path) -> None:
+    refused(make(), ValueError, *words, nvme=nvme)
+
+
+def test_a_model_that_is_compiled_already(nvme: Path, tmp_path: Path) -> None:
+    model = streamed(Tiny(), nvme)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    refused(model, ValueError, "compiled already", "lohan_fx.release", nvme=elsewhere)
+    refused(model.layers[1], ValueError, "weight", "part of is compiled already", "release", nvme=elsewhere)
+    refused(nn.Sequential(model, nn.Linear(3, 3)), ValueError, "compiled already", "release", nvme=elsewhere)
+    lohan_fx.release(model)
+    lohan_fx.release(streamed(model, nvme))
+
+
+def test_releasing_what_is_not_compiled(nvme: Path) -> None:
+    with pytest.raises(ValueError, match="this Tiny is not compiled: call lohan_fx.compile"):
+        lohan_fx.release(Tiny())
+    model = streamed(Tiny(), nvme)
+    assert lohan_fx.release(model) is model
+    for again in (lohan_fx.release, lambda m: lohan_fx.prepare(m, batch())):
+        with pytest.raises(ValueError, match="this Tiny is not compiled"):
+            again(model)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"hw": "hw.toml"}, TypeError, ("hw is a str", "HardwareProfile.measure")),
+        ({"hw": None}, TypeError, ("hw is a NoneType",)),
+        ({"host_memory": "6 elephants"}, ValueError, ("host_memory", "6 elephants", "6GiB")),
+        ({"host_memory": 0}, ValueError, ("host_memory", "more than zero")),
+        ({"host_memory": -5}, ValueError, ("host_memory", "more than zero")),
+        ({"host_memory": float("nan")}, ValueError, ("host_memory", "more than zero")),
+        ({"host_memory": True}, TypeError, ("host_memory is True",)),
+        ({"host_memory": [1]}, TypeError, ("host_memory is [1]",)),
+        ({"device_memory": "1 GHz"}, ValueError, ("device_memory", "1 GHz")),
+        ({"device_memory": {}}, TypeError, ("device_memory is {}",)),
+        ({"nvme": 5}, TypeError, ("nvme is 5", "list with a directory per drive")),
+        ({"nvme": [5]}, TypeError, ("nvme is [5]",)),
+        ({"nvme": []}, ValueError, ("nvme is an empty list",)),
+        ({"compute_dtype": torch.float64}, ValueError, ("torch.float64", "torch.bfloat16")),
+        ({"compute_dtype": "bfloat16"}, ValueError, ("compute_dtype is bfloat16", "torch.bfloat16")),
+        ({"policy": "clever"}, ValueError, ("unknown policy 'clever'", "lohan", "recompute")),
+        ({"policy": None}, ValueError, ("unknown policy None",)),
+        ({"plan": "plan.json"}, TypeError, ("plan is a str", "Plan.from_json")),
+    ],
+)
+def test_an_argument_that_is_no_good(
+    arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...], cache: Path
+) -> None:
+    refused(Tiny(), kind, *words, **arguments)
+    assert not cache.exists()
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module; got function"):
+        lohan_fx.compile(meta_model, profile())
+
+
+def test_a_profile_of_another_machine_is_warned_of(nvme: Path) -> None:
+    with pytest.warns(UserWarning, match=r"'theirs' was not measured on this machine.*HardwareProfile\.measure") as warned:
+        model = streamed(Tiny(), nvme, hw=profile(name="theirs", machine="another one"))
+    assert warned[0].filename.endswith("test_bad_compile.py")
+    lohan_fx.release(model)
+
+
+def test_a_profile_of_a_gpu_where_there_is_none(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(Tiny(), ValueError, "rtx4090", "CUDA", hw=HardwareProfile.preset("rtx4090-12xP5510"), nvme=nvme)
+
+
+def test_a_profile_without_the_rate_for_a_dtype(nvme: Path) -> None:
+    hw = profile(matmul_flops_per_s={"float32": 1e11})
+    refused(Tiny(), ValueError, "torch.bfloat16", "torch.float32", hw=hw, nvme=nvme)
+
+
+def plan_of(model: nn.Module, nvme: Path, **arguments: Any) -> Plan:
+    streamed(model, nvme, **arguments)
+    plan = lohan_fx.prepare(model, batch())
+    lohan_fx.release(model)
+    return plan
+
+
+def test_a_plan_for_another_dtype(nvme: Path) -> None:
+    plan = plan_of(Tiny(), nvme)
+    refused(Tiny(), ValueError, "the plan is for float32", "torch.bfloat16", nvme=nvme, plan=plan)
+
+
+def test_a_plan_of_another_model(nvme: Path) -> None:
+    plan = plan_of(nn.Sequential(Tiny().layers[0], nn.GELU(), nn.Linear(WIDTH, 1)), nvme, policy="keep")
+    assert plan.activations
+    plan = dataclasses.replace(plan, activations=tuple(dataclasses.replace(a, node="gelu_of_mine") for a in plan.activations))
+    model = streamed(Tiny(), nvme, plan=plan)
+    with pytest.raises(ValueError, match="activation gelu_of_mine, which this graph lacks: the plan is of another model"):
+        model(batch())
+    lohan_fx.release(model)
+    assert not list(nvme.iterdir())
+
+
+def test_dynamo_ignores_the_warnings_of_hugging_face_once() -> None:
+    prepare_dynamo()
+    before = set(torch._dynamo.config.ignore_logging_functions)
+    prepare_dynamo()
+    assert set(torch._dynamo.config.ignore_logging_functions) == before

@@ -1,0 +1,84 @@
+"""The examples run as a user runs them: as programs of their own, from anywhere, leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lohan_fx.hardware import NvmeProfile
+from tests.tiny import profile
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_llama.py"
+SMALL = ["--layers", "2", "--hidden", "128", "--batch", "2", "--seq", "32", "--sample", "4", "--policy", "swap-nvme"]
+TIMEOUT_S = 300
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Options for a run inside ``tmp_path``, with a profile so that nothing is measured."""
+    (tmp_path / "nvme").mkdir()
+    drive = NvmeProfile("", 1e9, 1e9, 1e9, capacity_bytes=1 << 30)
+    profile(nvme=(drive,)).save(tmp_path / "hw.toml")
+    return ["--nvme", str(tmp_path / "nvme"), "--hw", str(tmp_path / "hw.toml"), "--output", str(tmp_path / "output")]
+
+
+def start(options: list[str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLE), *SMALL, *options],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_main_job_trains_as_plain_pytorch_does_and_cleans_up(folders: list[str], tmp_path: Path) -> None:
+    with start([*folders, "--steps", "4", "--compare"], tmp_path) as run:
+        out, err = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, err
+    assert "Traceback" not in err
+    assert "largest difference between the losses: 0\n" in out
+    for said in ("hardware", "plan: policy swap-nvme", "step 4/4", "predicted  measured", "4 bytes generated"):
+        assert said in out
+    results = json.loads((tmp_path / "output" / "results.json").read_text())
+    assert results["compare"]["losses"] == results["losses"]
+    assert results["losses"][-1] < results["losses"][0]
+    assert results["validation_loss"]["after"] < results["validation_loss"]["before"]
+    assert results["per_step"]["NVMe read"]["measured"] > 0
+    assert (tmp_path / "output" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_no_files(kind: signal.Signals, folders: list[str], tmp_path: Path) -> None:
+    with start([*folders, "--steps", "100000"], tmp_path) as run:
+        try:
+            assert run.stdout is not None
+            while not re.match(r"step 1/", line := run.stdout.readline()):
+                assert line, "it ended before its first step"
+            assert list((tmp_path / "nvme").iterdir())
+            run.send_signal(kind)
+            _, err = run.communicate(timeout=TIMEOUT_S)
+        finally:
+            run.kill()
+    assert run.returncode == (130 if kind == signal.SIGINT else 143), err
+    assert "Traceback" not in err
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_a_wrong_directory_is_named_without_a_traceback(folders: list[str], tmp_path: Path) -> None:
+    with start([*folders, "--nvme", str(tmp_path / "missing")], tmp_path) as run:
+        _, err = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1
+    assert "Traceback" not in err and str(tmp_path / "missing") in err

@@ -1,0 +1,144 @@
+"""budgets: bytes as users write them, windows within the promise, and what is too little for any plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lohan_fx import budgets
+from lohan_fx.budgets import (
+    CAPTURE_BYTES,
+    MIB,
+    available_memory_bytes,
+    choose_windows,
+    default_host_memory_bytes,
+    make_budgets,
+    parse_bytes,
+    staging_bytes,
+)
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.planner import ParameterFacts
+
+GPU = HardwareProfile.preset("rtx4090-12xP5510")
+CPU = replace(GPU, device="cpu")
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("6GiB", 6 * GIB),
+        ("6gib", 6 * GIB),
+        ("6Gi", 6 * GIB),
+        (" 6 GiB ", 6 * GIB),
+        ("6GB", 6 * 10**9),
+        ("6g", 6 * 10**9),
+        ("1.5MiB", 3 * MIB // 2),
+        ("800MB", 800 * 10**6),
+        ("2TiB", 2 << 40),
+        ("4KiB", 4096),
+        ("4096", 4096),
+        ("17b", 17),
+        (4096, 4096),
+        (4096.9, 4096),
+        (1, 1),
+    ],
+)
+def test_bytes_as_users_write_them(text: int | float | str, expected: int) -> None:
+    assert parse_bytes(text, "host_memory") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "6 XB", "-6GiB", "6e9", "6GiB free", "5i", "1,000", "0x10", "six"])
+def test_text_that_says_no_bytes_is_refused_by_name(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^host_memory is {re.escape(repr(text))}: expected bytes as a number, or text"
+    ):
+        parse_bytes(text, "host_memory")
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, "0", "0.5b", math.nan, math.inf, -math.inf, 2**63, "9999999TiB"])
+def test_no_bytes_and_too_many_are_refused_by_name(value: int | float | str) -> None:
+    with pytest.raises(ValueError, match=rf"^device_memory is {re.escape(repr(value))}: expected at least one byte"):
+        parse_bytes(value, "device_memory")
+
+
+@pytest.mark.parametrize("value", [True, None, b"6GiB", [6]])
+def test_other_types_are_refused_by_name(value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^host_memory is {re.escape(repr(value))}: expected bytes as a number"):
+        parse_bytes(value, "host_memory")  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 2**63 - 1))
+def test_a_number_of_bytes_stays(nbytes: int) -> None:
+    assert parse_bytes(nbytes, "x") == nbytes
+
+
+def parameters(*megabytes: int) -> list[ParameterFacts]:
+    return [ParameterFacts(f"layers.{i}.fc.weight", m * MIB // 2, m * MIB, True) for i, m in enumerate(megabytes)]
+
+
+@given(st.integers(64 * MIB, 2**45), st.lists(st.integers(1, 4096), max_size=5))
+def test_windows_take_a_bounded_part_of_the_promise(host_bytes: int, sizes: list[int]) -> None:
+    windows = choose_windows(host_bytes, parameters(*sizes))
+    in_flight = windows.fetch_bytes + windows.swap_in_bytes + windows.gradient_bytes
+    assert in_flight <= host_bytes * 5 // 16
+    assert staging_bytes(windows) <= 200 * MIB
+
+
+@given(st.integers(64 * MIB, 2**45), st.integers(0, 2**45), st.lists(st.integers(1, 4096), max_size=5))
+def test_a_larger_promise_never_gets_smaller_windows(host_bytes: int, more: int, sizes: list[int]) -> None:
+    small, large = (choose_windows(nbytes, parameters(*sizes)) for nbytes in (host_bytes, host_bytes + more))
+    for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "chunk_elements", "io_bytes"):
+        assert getattr(small, name) <= getattr(large, name)
+
+
+def test_windows_hold_two_layers_and_one_layers_gradients_where_there_is_room() -> None:
+    windows = choose_windows(1024 * GIB, parameters(10, 30, 20))
+    assert (windows.fetch_bytes, windows.gradient_bytes) == (60 * MIB, 30 * MIB)
+
+
+def test_parameters_of_one_block_are_one_layer() -> None:
+    block = [ParameterFacts(f"model2.layers.{i}.{n}", 1, 10 * MIB, True) for i in range(4) for n in ("a", "b", "c")]
+    assert choose_windows(1024 * GIB, block).fetch_bytes == 2 * 30 * MIB
+
+
+def test_a_model_without_parameters_needs_no_windows() -> None:
+    assert choose_windows(GIB, []).fetch_bytes == 0
+
+
+def test_on_a_gpu_the_two_memories_are_apart() -> None:
+    windows = choose_windows(8 * GIB, parameters(10))
+    found = make_budgets(GPU, 8 * GIB, 4 * GIB, windows)
+    assert (found.host_memory_bytes, found.device_memory_bytes, found.shared) == (8 * GIB, 4 * GIB, False)
+    assert found.fixed_bytes == staging_bytes(windows) + CAPTURE_BYTES
+    assert make_budgets(GPU, 8 * GIB, None, windows).device_memory_bytes == int(24 * GIB * 0.9)
+
+
+def test_on_a_cpu_there_is_one_memory() -> None:
+    found = make_budgets(CPU, 8 * GIB, None, choose_windows(8 * GIB, parameters(10)))
+    assert (found.host_memory_bytes, found.device_memory_bytes, found.shared) == (8 * GIB, 8 * GIB, True)
+
+
+def test_without_a_promise_most_of_what_is_free_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_memory_bytes() > 0
+    monkeypatch.setattr(budgets, "available_memory_bytes", lambda: 10 * GIB)
+    assert default_host_memory_bytes(CPU) == 8 * GIB
+    windows = choose_windows(8 * GIB, parameters(10))
+    assert make_budgets(CPU, None, None, windows).host_memory_bytes == 8 * GIB
+
+
+def test_a_promise_that_staging_alone_exceeds_is_refused_with_one_that_it_does_not() -> None:
+    asked = 100 * MIB
+    with pytest.raises(InfeasiblePlan) as caught:
+        make_budgets(CPU, asked, None, choose_windows(asked, parameters(10)))
+    message = str(caught.value)
+    assert message.startswith("host_memory=104,857,600 bytes is too small for any plan")
+    taken, missing, enough = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{6,})(?:;| bytes are|$)", message))
+    assert missing == taken - asked
+    make_budgets(CPU, enough, None, choose_windows(enough, parameters(10)))

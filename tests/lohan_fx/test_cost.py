@@ -1,0 +1,179 @@
+"""cost: LoHan's Eq. 3 to 5 by hand, and more work never takes less time."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lohan_fx.cost import ADAM_TOUCHED_BYTES, Work, backward_stage, forward_stage, node_seconds, ssd_seconds
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Cost, Lane, Phase
+
+SERVER = HardwareProfile.preset("rtx4090-12xP5510")
+DRIVE = replace(SERVER.nvme[0], read_bytes_per_s=30.0, write_bytes_per_s=20.0, mixed_bytes_per_s=22.0)
+HW = replace(
+    SERVER,
+    memory_bytes_per_s=1000.0,
+    host_memory_bytes_per_s=1e9,
+    h2d_bytes_per_s=10.0,
+    d2h_bytes_per_s=5.0,
+    adam_parameters_per_s=100.0,
+    nvme=(DRIVE,),
+    op_overhead_s=0.5,
+)
+WORK = Work(
+    forward_s=7.0,
+    backward_s=14.0,
+    recompute_s=3.0,
+    fetched_forward_bytes=40,
+    fetched_forward_nvme_bytes=30,
+    fetched_backward_bytes=60,
+    fetched_backward_nvme_bytes=50,
+    swapped_bytes=20,
+    swapped_nvme_bytes=10,
+    gradient_bytes=35,
+    state_read_bytes=120,
+    state_write_bytes=140,
+    adam_parameters=1000,
+)
+
+
+def node(**changes: Any) -> Cost:
+    plain = Cost(
+        flops=0,
+        bytes=0,
+        touched_bytes=0,
+        flops_expr=sympy.Integer(0),
+        bytes_expr=sympy.Integer(0),
+        layer="",
+        layer_kind="",
+        phase=Phase.FORWARD,
+        lane=Lane.COMPUTE,
+        is_view=False,
+        is_random=False,
+    )
+    return replace(plain, **changes)
+
+
+def test_an_op_is_bound_by_its_flops_or_its_bytes_and_has_to_be_launched() -> None:
+    assert node_seconds(node(flops=600, touched_bytes=1000), HW, 100.0) == 6.0 + 0.5
+    assert node_seconds(node(flops=600, touched_bytes=9000), HW, 100.0) == 9.0 + 0.5
+    assert node_seconds(node(), HW, 100.0) == 0.5
+
+
+@pytest.mark.parametrize("change", [{"is_view": True}, {"lane": Lane.H2D}, {"lane": Lane.D2H}])
+def test_views_and_transfers_do_not_compute(change: dict[str, object]) -> None:
+    assert node_seconds(node(flops=600, touched_bytes=9000, **change), HW, 100.0) == 0.0
+
+
+def test_forward_stage_by_hand() -> None:
+    """Reads take 30 of 40 bytes, writes 10: 20 bytes both ways at the mixed rate and 20 more read."""
+    assert forward_stage(WORK, HW).lanes_s == {
+        "compute": 7.0,
+        "h2d": 4.0,
+        "d2h": 4.0,
+        "ssd": pytest.approx(max(30 / 30 + 10 / 20, 20 / 22 + 20 / 30)),
+        "cpu": 0.0,
+    }
+
+
+def test_backward_stage_by_hand() -> None:
+    reads, writes = 50 + 10 + 120, 140
+    assert backward_stage(WORK, HW).lanes_s == {
+        "compute": 17.0,
+        "h2d": 8.0,
+        "d2h": 7.0,
+        "ssd": pytest.approx(max(reads / 30 + writes / 20, 2 * 140 / 22 + 40 / 30)),
+        "cpu": 10.0,
+    }
+    assert backward_stage(WORK, HW).bottleneck == "compute"
+
+
+def test_where_the_device_is_the_processor_adam_takes_its_time_from_compute() -> None:
+    lanes = backward_stage(WORK, replace(HW, device="cpu")).lanes_s
+    assert (lanes["compute"], lanes["cpu"]) == (27.0, 10.0)
+
+
+def test_adam_is_bound_by_host_memory_where_that_is_slow() -> None:
+    slow = replace(HW, host_memory_bytes_per_s=1000.0)
+    assert backward_stage(WORK, slow).lanes_s["cpu"] == ADAM_TOUCHED_BYTES * 1000 / 1000.0
+
+
+def test_drives_do_one_thing_at_a_time() -> None:
+    assert ssd_seconds(60, 0, HW) == 2.0
+    assert ssd_seconds(0, 60, HW) == 3.0
+    assert ssd_seconds(30, 20, HW) >= 2.0
+    fast = replace(HW, nvme=(replace(DRIVE, mixed_bytes_per_s=1000.0),))
+    assert ssd_seconds(30, 20, fast) == 2.0
+
+
+def test_two_drives_are_twice_as_fast() -> None:
+    assert ssd_seconds(60, 60, replace(HW, nvme=(DRIVE, DRIVE))) == pytest.approx(ssd_seconds(60, 60, HW) / 2)
+
+
+def test_without_drives_nothing_can_go_there() -> None:
+    none = replace(HW, nvme=())
+    assert ssd_seconds(1, 0, none) == float("inf")
+    assert ssd_seconds(0, 0, none) == 0.0
+
+
+def lohan_step_s(params: float, flops: float, recomputed: float, swapped: float, host: float) -> float:
+    """T_f + T_b as mechanisms B2 writes them, on the server's rates."""
+    rate, link, read, write = 164e12, SERVER.h2d_bytes_per_s, SERVER.ssd_read_bytes_per_s, SERVER.ssd_write_bytes_per_s
+    to_ssd = max(0.0, swapped - host)
+    forward = max(flops / rate, swapped / link, 2 * params / link, 2 * params / read + to_ssd / write)
+    backward = max(
+        (2 * flops + recomputed) / rate,
+        2 * params / link,
+        (2 * params + swapped) / link,
+        (14 * params + to_ssd) / read + 14 * params / write,
+    )
+    return forward + backward
+
+
+@pytest.mark.parametrize("params", [13e9, 70e9])
+@pytest.mark.parametrize("swapped", [12.5 * 2**30, 34e9, 212.5 * 2**30])
+@pytest.mark.parametrize("host", [0.0, 60e9, 768e9])
+def test_the_step_is_lohans_where_adam_does_not_bind(params: float, swapped: float, host: float) -> None:
+    flops, recomputed = 2 * params * 32 * 1024, params * 32 * 1024
+    work = Work(
+        forward_s=flops / 164e12,
+        backward_s=2 * flops / 164e12,
+        recompute_s=recomputed / 164e12,
+        fetched_forward_bytes=int(2 * params),
+        fetched_forward_nvme_bytes=int(2 * params),
+        fetched_backward_bytes=int(2 * params),
+        fetched_backward_nvme_bytes=int(2 * params),
+        swapped_bytes=int(swapped),
+        swapped_nvme_bytes=int(max(0.0, swapped - host)),
+        gradient_bytes=int(2 * params),
+        state_read_bytes=int(12 * params),
+        state_write_bytes=int(14 * params),
+        adam_parameters=int(params),
+    )
+    found = forward_stage(work, SERVER).seconds + backward_stage(work, SERVER).seconds
+    assert found == pytest.approx(lohan_step_s(params, flops, recomputed, swapped, host))
+
+
+counts = st.integers(0, 1000)
+works = st.builds(Work, **{field.name: counts for field in fields(Work)})  # type: ignore[arg-type]
+
+
+@given(works, st.sampled_from([field.name for field in fields(Work)]), st.integers(1, 1000), st.booleans())
+def test_more_work_never_takes_less_time(work: Work, name: str, more: int, shared: bool) -> None:
+    hw = replace(HW, device="cpu" if shared else "cuda")
+    larger = replace(work, **{name: getattr(work, name) + more})
+    for stage in (forward_stage, backward_stage):
+        before, after = stage(work, hw), stage(larger, hw)
+        assert all(after.lanes_s[lane] >= before.lanes_s[lane] - 1e-9 for lane in before.lanes_s)
+        assert after.seconds >= before.seconds - 1e-9
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_drives_are_never_faster_than_one_way_traffic(read: int, write: int) -> None:
+    assert ssd_seconds(read, write, HW) >= max(read / 30, write / 20)

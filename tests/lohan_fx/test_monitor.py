@@ -1,0 +1,97 @@
+"""The monitor counts what one step did, and nothing of the steps around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from tests.tiny import Tiny, batch, profile
+
+PAGE = 4096
+PROMISE_BYTES = 1 << 30
+SLACK_S = 1e-3
+
+
+@pytest.fixture
+def model(tmp_path: Path, leak_check: None) -> Iterator[Tiny]:
+    """Trains with everything on NVMe."""
+    found = Tiny()
+    options = {"nvme": tmp_path, "host_memory": PROMISE_BYTES, "policy": "keep", "compute_dtype": torch.float32}
+    with lohan_fx.releasing(lohan_fx.compile(found, profile(), **options)):
+        yield found
+    torch._dynamo.reset()
+
+
+def train_once(model: Tiny, optimizer: torch.optim.Optimizer) -> None:
+    model(batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_each_report_is_of_one_step(model: Tiny) -> None:
+    optimizer = lohan_fx.AdamW(model.parameters(), accumulation_steps=1)
+    train_once(model, optimizer)
+    monitor = lohan_fx.Monitor(model)
+    reports = []
+    for _ in range(2):
+        train_once(model, optimizer)
+        reports.append(monitor.step())
+    idle = monitor.step()
+    for report in reports:
+        assert 0 < report.lanes_s["compute"] <= report.seconds + SLACK_S
+        assert set(report.lanes_s) <= {"compute", "h2d", "d2h", "ssd", "cpu"}
+        assert all(0 <= report.busy(lane) <= 1 + SLACK_S for lane in report.lanes_s)
+        assert 0 <= report.stall_s <= report.seconds
+    assert reports[0].nvme_read_bytes == reports[1].nvme_read_bytes > 0
+    assert reports[0].nvme_written_bytes == reports[1].nvme_written_bytes > 0
+    assert idle.nvme_read_bytes == idle.nvme_written_bytes == 0
+    assert sum(idle.lanes_s.values()) == idle.stall_s == 0
+
+
+def test_memory_is_held_against_the_promise_without_what_was_there_before(model: Tiny) -> None:
+    monitor = lohan_fx.Monitor(model)
+    train_once(model, lohan_fx.AdamW(model.parameters()))
+    report = monitor.step()
+    assert report.promised_bytes == PROMISE_BYTES
+    assert report.used_bytes < report.rss_bytes
+    assert report.used_bytes <= report.peak_used_bytes < PROMISE_BYTES
+    parameter_bytes = sum(4 * p.numel() for p in model.parameters())
+    assert report.rss_bytes - report.used_bytes == compiled(model).rss_before_bytes - parameter_bytes
+
+
+def test_a_recording_holds_the_events_of_its_block_alone(model: Tiny) -> None:
+    optimizer = lohan_fx.AdamW(model.parameters(), accumulation_steps=1)
+    monitor = lohan_fx.Monitor(model)
+    train_once(model, optimizer)
+    before = monitor.step()
+    with monitor.record() as events:
+        train_once(model, optimizer)
+    recorded = list(events)
+    report = monitor.step()
+    train_once(model, optimizer)
+    assert events == recorded
+    assert {event.lane for event in events} == {"compute", "h2d", "d2h", "ssd", "cpu"}
+    assert [event.label for event in events if event.lane == "compute"][:1] == ["forward"]
+    for prefix, nbytes in (("read", report.nvme_read_bytes), ("write", report.nvme_written_bytes)):
+        moved = [event.bytes for event in events if event.lane == "ssd" and event.label.startswith(prefix)]
+        assert sum(-(-found // PAGE) * PAGE for found in moved) == nbytes
+    assert before.nvme_read_bytes == report.nvme_read_bytes
+
+
+def test_a_recording_ends_with_an_exception(model: Tiny) -> None:
+    monitor = lohan_fx.Monitor(model)
+    with pytest.raises(ZeroDivisionError), monitor.record():
+        _ = 1 // 0
+    with monitor.record() as events:
+        pass
+    assert events == []
+
+
+def test_a_model_that_is_not_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Tiny is not compiled.*lohan_fx\.compile"):
+        lohan_fx.Monitor(Tiny())

@@ -1,0 +1,118 @@
+"""traffic: bytes by hand for a small model, and what the nodes say for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lohan_fx import meta, ops
+from lohan_fx.cost import Work
+from lohan_fx.passes.traffic import swap_sizes_bytes, traffic
+from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
+from tests.passes.graphs import MODELS, captured, flops_as_seconds, nodes, plan_for, rewrite
+
+WEIGHTS, BIAS = 4 * 32, 4 * 8  # two weights of 32 and one bias of 8 elements, fp32
+
+
+def work(name: str, plan: Plan) -> Work:
+    return traffic(rewrite(captured(name), plan), plan, flops_as_seconds)
+
+
+def test_everything_on_nvme_by_hand() -> None:
+    found = captured("two-layers")
+    plan = plan_for(found, {"addmm": Recompute(), "relu": Swap(Tier.NVME), "mm": Swap(Tier.HOST)})
+    assert work("two-layers", plan) == Work(
+        forward_s=(2 * 3 * 4 * 8 + 1) + 1 + (2 * 3 * 8 * 4 + 1) + 1 + 1,  # addmm, relu, mm, pow, mean
+        backward_s=3 * (2 * 3 * 4 * 8 + 1) + 6,  # three mm; div, pow, mul, mul, threshold_backward, sum
+        recompute_s=0,
+        fetched_forward_bytes=2 * WEIGHTS + BIAS,
+        fetched_forward_nvme_bytes=2 * WEIGHTS + BIAS,
+        fetched_backward_bytes=WEIGHTS,
+        fetched_backward_nvme_bytes=WEIGHTS,
+        swapped_bytes=4 * 3 * 8 + 4 * 3 * 4,
+        swapped_nvme_bytes=4 * 3 * 8,
+        gradient_bytes=2 * WEIGHTS + BIAS,
+        state_read_bytes=12 * (32 + 32 + 8),
+        state_write_bytes=12 * (32 + 32 + 8),  # the fp32 master is what the graph computes with
+        adam_parameters=32 + 32 + 8,
+    )
+
+
+def test_what_is_recomputed_costs_its_time_and_the_parameters_it_reads() -> None:
+    found = captured("two-layers")
+    done = work("two-layers", plan_for(found, Recompute()))
+    assert done.recompute_s == 2 * (2 * 3 * 4 * 8 + 1) + 1  # addmm, mm, relu
+    assert done.backward_s == work("two-layers", plan_for(found, Keep())).backward_s
+    assert done.fetched_backward_bytes == 2 * WEIGHTS + BIAS
+
+
+def test_a_compute_copy_of_its_own_is_written_back() -> None:
+    """bf16: half the bytes to the device, and 14 instead of 12 bytes per parameter to the drives."""
+    plan = plan_for(captured("two-layers"), Keep())
+    halved = replace(plan, parameters=tuple(replace(p, bytes=p.bytes // 2) for p in plan.parameters))
+    done = work("two-layers", halved)
+    assert done.state_write_bytes == 14 * 72
+    assert done.gradient_bytes == 2 * 72
+
+
+@pytest.mark.parametrize(
+    ("home", "states", "fetched", "from_nvme", "read", "written"),
+    [
+        (Tier.DEVICE, Tier.HOST, 0, 0, 0, 0),
+        (Tier.HOST, Tier.HOST, 288, 0, 0, 0),
+        (Tier.HOST, Tier.NVME, 288, 0, 12 * 72, 12 * 72),
+        (Tier.NVME, Tier.HOST, 288, 288, 0, 288),
+        (Tier.NVME, Tier.NVME, 288, 288, 12 * 72, 12 * 72),
+        (Tier.DEVICE, Tier.NVME, 0, 0, 12 * 72, 12 * 72),
+    ],
+)
+def test_homes_decide_what_moves(
+    home: Tier, states: Tier, fetched: int, from_nvme: int, read: int, written: int
+) -> None:
+    done = work("two-layers", plan_for(captured("two-layers"), Keep()).with_homes(home, states))
+    assert (done.fetched_forward_bytes, done.fetched_forward_nvme_bytes) == (fetched, from_nvme)
+    assert (done.state_read_bytes, done.state_write_bytes) == (read, written)
+    assert (done.gradient_bytes, done.adam_parameters) == (288, 72)
+
+
+def test_a_frozen_parameter_is_fetched_and_nothing_else() -> None:
+    found = captured("branches")
+    done = work("branches", plan_for(found, Keep()))
+    assert done.fetched_forward_bytes == 2 * 4 * (16 + 4)
+    assert (done.gradient_bytes, done.adam_parameters, done.state_read_bytes) == (4 * 20, 20, 12 * 20)
+
+
+def test_a_tied_weight_is_fetched_twice() -> None:
+    found = captured("tied")
+    done = work("tied", plan_for(found, Keep()))
+    parameters = sum(value.nbytes for value in found.parameter_values().values())
+    assert done.fetched_forward_bytes == parameters + found.model.embed.weight.nbytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_swapped_bytes_are_those_of_the_plans_decisions_that_cross(name: str) -> None:
+    found = captured(name)
+    plan = plan_for(found, Swap(Tier.NVME))
+    halves = rewrite(found, plan)
+    crossing = {meta.origin(n) for n in nodes(halves.forward, ops.SWAP_OUT)}
+    sizes = [a.bytes for a in plan.activations if a.node in crossing]
+    assert sorted(swap_sizes_bytes(halves)) == sorted(sizes)
+    assert traffic(halves, plan, flops_as_seconds).swapped_nvme_bytes == sum(sizes) > 0
+
+
+def test_sizes_are_only_of_what_goes_to_nvme() -> None:
+    found = captured("two-layers")
+    plan = plan_for(found, {"addmm": Recompute(), "relu": Swap(Tier.NVME), "mm": Swap(Tier.HOST)})
+    assert swap_sizes_bytes(rewrite(found, plan)) == [4 * 3 * 8]
+
+
+def test_inference_fetches_and_computes_and_moves_nothing_else() -> None:
+    found = captured("two-layers")
+    plan = plan_for(found, Keep())
+    halves = rewrite(found, plan)
+    halves.backward = None
+    done = traffic(halves, plan, flops_as_seconds)
+    assert done.fetched_forward_bytes == 288 and done.forward_s > 0
+    assert (done.backward_s, done.recompute_s, done.fetched_backward_bytes, done.gradient_bytes) == (0, 0, 0, 0)
+    assert (done.state_read_bytes, done.state_write_bytes, done.adam_parameters) == (0, 0, 0)
