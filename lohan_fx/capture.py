@@ -31,7 +31,7 @@ class Linked(Protocol):
 
 
 def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
-    """A ``torch.compile`` backend for the parameters of ``model``, which it does not keep: Dynamo keeps all backends."""
+    """A ``torch.compile`` backend for ``model``, which it does not keep alive: Dynamo keeps every backend for good."""
     reference = weakref.ref(model)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:

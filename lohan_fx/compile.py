@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _run_numbers = itertools.count()
 
 
-def compile(  # noqa: A001  (the name users of torch.compile expect)
+def compile(
     model: nn.Module,
     hw: HardwareProfile,
     *,

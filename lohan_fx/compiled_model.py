@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx.capture import backend_for, capture_errors, prepare_dynamo
@@ -238,8 +239,9 @@ class CompiledModel:
         self._restore.clear()
         self.model._compiled_call_impl = None
         object.__delattr__(self.model, ATTRIBUTE)
-        # Dynamo's globals lead from its graphs to us and so back to them: cut, or neither would ever be freed.
-        self._call.clear()
+        # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
+        for call in self._call.values():
+            reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
         self._close()
 
     def _close(self) -> None:

@@ -18,6 +18,7 @@ from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
 from lohan_fx.shell import Shell
 
+
 class Adam(torch.optim.Optimizer):
     """Adam over the parameters of one compiled model, updated inside the backward.
 
@@ -63,7 +64,7 @@ class Adam(torch.optim.Optimizer):
         if self._engine.options is not None:
             raise ValueError("this model has an optimizer already: use that one, or compile the model again")
         self._engine.options = self._options
-        self._engine.micro_batches.expected = accumulation_steps
+        self._engine.micro_batches.declare(accumulation_steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks that the parameters are of one compiled model and the hyper-parameters in range."""

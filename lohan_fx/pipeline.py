@@ -67,6 +67,8 @@ def compile_training(
     annotate(joint)
     plan = request.plan or _search(joint, request, num_outputs, parameters)
     slots = activation_slots(len(plan.activations))
+    if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
+        _predict(_rewrite(joint, plan, num_outputs, parameters, slots, checked=False), plan, request)
     halves = _rewrite(joint, plan, num_outputs, parameters, slots, checked=True)
     plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
     halves.recompile()

@@ -143,37 +143,42 @@ def _searched(problem: Problem, hw: HardwareProfile) -> Plan:
     everything = _plan(problem, decisions, _homes(problem, Tier.DEVICE), Tier.HOST)
     if not _missing(problem, everything, problem.device_peak(everything)):
         return everything
-    least, least_peak = _least(problem)
-    kept = sum(a.bytes for a in least.activations if isinstance(a.decision, Keep))
-    device, host = _room(problem, least, least_peak)
+    least = _least(problem)
+    rooms = [(_kept_bytes(plan), *_room(problem, plan, peak)) for plan, peak in least]
+    device_slack = host_slack = 0
     for _ in range(ATTEMPTS):
-        found = [_divide(problem, hw, room) for room in _divisions(problem, kept, max(device, 0), max(host, 0))]
+        found = [
+            _divide(problem, hw, division)
+            for kept, device, host in rooms
+            for division in _divisions(problem, kept, max(device - device_slack, 0), max(host - host_slack, 0))
+        ]
         plan = min(found, key=lambda pair: pair[0])[1]
         excess = _missing(problem, plan, problem.device_peak(plan))
         if not excess:
             return plan
-        device -= max(excess.values()) if problem.budgets.shared else excess.get("device", 0)
-        host -= excess.get("host", 0)
-    return least
+        device_slack += max(excess.values()) if problem.budgets.shared else excess.get("device", 0)
+        host_slack += excess.get("host", 0)
+    return least[0][0]
 
 
-def _least(problem: Problem) -> tuple[Plan, int]:
-    """The plan that needs the least memory: what must be saved kept or, if that is too much, swapped to NVMe."""
+def _least(problem: Problem) -> list[tuple[Plan, int]]:
+    """The plans that need the least memory, and their peaks on the device: what must be saved is kept in one and swapped
+    to NVMe in the other; without the one that does not fit."""
     found: list[tuple[Plan, int]] = []
     for decision in (Keep(), Swap(Tier.NVME)):
         decisions = _saving(problem, problem.activations.mandatory, decision)
         plan = _plan(problem, decisions, _homes(problem, Tier.NVME), Tier.NVME)
-        peak = problem.device_peak(plan)
-        if not _missing(problem, plan, peak):
-            return plan, peak
-        found.append((plan, peak))
-    plan, peak = min(found, key=lambda pair: pair[1])
-    _check(problem, plan, peak)
-    raise AssertionError("a plan that fits was refused")
+        found.append((plan, problem.device_peak(plan)))
+    _check(problem, *min(found, key=lambda pair: pair[1]))
+    return [(plan, peak) for plan, peak in found if not _missing(problem, plan, peak)]
+
+
+def _kept_bytes(plan: Plan) -> int:
+    return sum(a.bytes for a in plan.activations if isinstance(a.decision, Keep))
 
 
 def _room(problem: Problem, least: Plan, peak: int) -> tuple[int, int]:
-    """(device, host) bytes that are left above the least plan; on a CPU all of it is counted as device."""
+    """(device, host) bytes that are left above a least plan; on a CPU all of it is counted as device."""
     budgets = problem.budgets
     device = budgets.device_memory_bytes - peak - resident_bytes(least)[0]
     host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)

@@ -3,6 +3,9 @@
 A shell keeps shape, dtype, device and identity over a storage of no bytes. Inside the compiled model it is only an
 argument of ``lohan::fetch``. Anywhere else a read or an in-place edit raises ``OffloadedParameterError``: on a bare
 tensor without storage, PyTorch would crash the process or save an empty file.
+
+Two of PyTorch's entrances look past every subclass and still crash: ``torch.tensor(parameter)``, and a transform of
+``torch.func`` (``vmap``, ``grad``) over a parameter. Call ``model.state_dict()`` for values to work on.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _METADATA = frozenset(
 ) | frozenset(
     getattr(owner, name) for owner in (torch.Tensor, torch) for name in _METHODS.split() if hasattr(owner, name)
 )
-_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in "to cpu cuda float double half bfloat16".split())
+_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"])
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 

@@ -37,7 +37,8 @@ class ActivationGraph:
     ``graph``: edges producer -> consumer between forward values, by node name; inputs are left out, because they
     are there anyway, and so are the forward's outputs. ``flops``, ``seconds``: what computing a value once costs.
     ``needed``: values that the backward reads. ``mandatory``: values that must be saved, because recomputation starts
-    from them (the tensors between blocks) or would give other numbers (outputs of random ops).
+    from them (the tensors between blocks) or would give other numbers (outputs of random ops, and of those that read
+    what the forward changes).
     """
 
     graph: nx.DiGraph
@@ -72,7 +73,8 @@ def activation_graph(
         mandatory=frozenset(),
     )
     between_blocks = {n.name for n in forward if n.name in activations and _leaves_its_block(n, forward)}
-    return _with_mandatory(found, between_blocks, {name for name, cost in costs.items() if cost.is_random})
+    once = {name for name, cost in costs.items() if cost.is_random} | _reads_what_changes(joint)
+    return _with_mandatory(found, between_blocks, once)
 
 
 def closure(found: ActivationGraph, saved: Collection[str], *, reached: set[str] | None = None) -> set[str]:
@@ -170,11 +172,26 @@ def _is_block(layer: str) -> bool:
     return layer.rpartition(".")[2].isdigit()
 
 
-def _with_mandatory(found: ActivationGraph, between_blocks: set[str], random: set[str]) -> ActivationGraph:
-    """Add what must be saved: block boundaries that anything starts from, and random values that would be replayed."""
+def _reads_what_changes(joint: GraphModule) -> set[str]:
+    """Ops that read an input which the forward changes in place (running statistics): run again, they would read what
+    the forward left there."""
+    descs = joint.graph.output_node().meta.get("desc") or []
+    changed = [desc.mutated_input for desc in descs if hasattr(desc, "mutated_input")]
+    stack = [n for n in joint.graph.find_nodes(op="placeholder") if n.meta.get("desc") in changed]
+    found: set[str] = set()
+    while stack:
+        for user in stack.pop().users:
+            found.add(user.name)
+            if user.op == "call_function" and meta.cost(user).is_view:
+                stack.append(user)
+    return found
+
+
+def _with_mandatory(found: ActivationGraph, between_blocks: set[str], once: set[str]) -> ActivationGraph:
+    """Add what must be saved: block boundaries that anything starts from, and outputs of ops that run only ``once``."""
     stop = set(between_blocks)
     for name in found.activations:
-        if found.activations[name].producer in random:
+        if found.activations[name].producer in once:
             stop.add(name)
     used: set[str] = set()
     closure(found, stop, reached=used)

@@ -10,6 +10,7 @@ autograd's saving and unpacking of the handle.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import threading
@@ -78,6 +79,13 @@ class ActivationSwap:
     def away(self) -> int:
         """How many tensors are away."""
         return len(self._away)
+
+    def raise_failure(self) -> None:
+        """Raise what kept a tensor that is away from getting there, as far as that is known by now."""
+        for away in list(self._away.values()):
+            if away.left.error is not None:
+                # A copy: the traceback of what is raised holds the handles, and their death must free this one.
+                raise copy.copy(away.left.error)
 
     def swap_out(self, x: torch.Tensor, tier: str) -> torch.Tensor:
         """Start moving ``x`` to ``tier`` ("host" or "nvme"; to NVMe where host memory is full); returns the handle."""

@@ -185,6 +185,8 @@ class Engine:
             # What is held may be on its way to NVMe; this backward's gradients are added to it.
             self._optimizer.barrier()
         try:
+            # Now, because after the first update a failed activation would leave the step half done.
+            self._swap.raise_failure()
             with ops.expecting(), self._on_the_clock("backward"):
                 yield
         except BaseException as error:
@@ -272,8 +274,7 @@ class Engine:
 
     def _drain(self) -> None:
         if self._machine is not None:
-            for lane in (self._machine.d2h, self._machine.cpu, self._machine.ssd):
-                lane.drain()
+            self._machine.drain()
 
     def swapped_out(self) -> int:
         """Activations that are away now (0 between steps)."""

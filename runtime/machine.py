@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
 
 from lohan_fx.runtime.device_link import DeviceLink
 from lohan_fx.runtime.host_pool import HostPool
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.timeline import Timeline
 
@@ -50,6 +51,12 @@ class Machine:
     def pieces(self, nbytes: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the transfers that ``nbytes`` are cut into."""
         return [(start, min(self.io_bytes, nbytes - start)) for start in range(0, nbytes, self.io_bytes)]
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until nothing is under way; in the order in which lanes hand jobs on."""
+        deadline_s = time.monotonic() + timeout_s
+        for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
+            lane.drain(max(0.1, deadline_s - time.monotonic()))
 
     def close(self) -> None:
         """End the lanes, then give back host memory."""

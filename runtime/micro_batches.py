@@ -3,8 +3,8 @@
 A gradient may be applied inside the backward only if no other gradient of the same step will follow. Nobody tells
 the runtime, so it holds the gradients of the first step until ``step`` is called, counts that step's backwards, and
 expects as many from then on; ``accumulation_steps`` given to the optimizer says it from the start. Fewer than
-expected is exact (what is held is applied in ``step``); more is refused before anything is computed, because the
-parameters have moved on.
+expected is exact (what is held is applied in ``step``) and, once, changes nothing for the steps after it; more is
+refused before anything is computed, because the parameters have moved on.
 
 Pure bookkeeping: no threads, no tensors.
 """
@@ -26,6 +26,8 @@ class MicroBatches:
         self._states = frozenset(states)
         self._stale: set[str] = set()
         self.expected: int | None = None
+        self._declared = False
+        self._last = 0
         self._backwards = 0
         self._open_forwards = 0
         self._applied = False
@@ -41,6 +43,10 @@ class MicroBatches:
     def backwards(self) -> int:
         """Backwards finished since the last step."""
         return self._backwards
+
+    def declare(self, backwards: int | None) -> None:
+        """Every step has so many backwards, or fewer; None: to be learned."""
+        self.expected, self._declared = backwards, backwards is not None
 
     def forward_begins(self) -> None:
         """A forward is about to run. Raises ``StepError`` where its gradients could not be added to this step's."""
@@ -86,8 +92,11 @@ class MicroBatches:
 
     def step_ends(self) -> None:
         """``optimizer.step()`` is done: learn how many backwards a step has."""
-        if self._backwards:
-            self.expected = self._backwards
+        if self._backwards and not self._declared:
+            # One step with fewer may be the rest of an epoch: only two alike in a row are believed.
+            if self._backwards in (max(self._backwards, self.expected or 0), self._last):
+                self.expected = self._backwards
+            self._last = self._backwards
         # Forwards whose backward never ran: a later one would read parameters of this step, and autograd refuses it.
         self._open_forwards = 0
         self._forget_step()
@@ -133,7 +142,7 @@ class MicroBatches:
     def _refuse_torn(self) -> None:
         if self._torn is not None:
             raise StepError(
-                f"a backward failed after some parameters had been updated ({self._torn}): the parameters are of two "
+                f"a step failed after some parameters had been updated ({self._torn}): the parameters are of two "
                 f"different steps. Load model.load_state_dict and optimizer.load_state_dict of one step (not loaded yet: "
                 f"{', '.join(sorted(self._stale)[:3])}{', ...' if len(self._stale) > 3 else ''}), or compile the model again"
             )

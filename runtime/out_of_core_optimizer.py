@@ -16,10 +16,10 @@ parameter is not offered again before ``barrier``.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -184,7 +184,8 @@ class OutOfCoreOptimizer:
     def _raise_error(self) -> None:
         if self._error is not None and not self._error_raised:
             self._error_raised = True
-            raise self._error
+            # A copy: the traceback of what is raised holds the tensors of the whole backward, and we keep the original.
+            raise copy.copy(self._error)
         if self._error is not None:
             raise StepError(
                 f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
@@ -309,9 +310,7 @@ class OutOfCoreOptimizer:
 
     def settle(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """After a failure: wait until the lanes have let go of everything, and forget the failure."""
-        deadline_s = time.monotonic() + timeout_s
-        for lane in (self._machine.d2h, self._machine.cpu, self._machine.ssd):
-            lane.drain(max(0.1, deadline_s - time.monotonic()))
+        self._machine.drain(timeout_s)
         with self._changed:
             for job in (*self._arrived, *self._reading):
                 for buffer in (job.gradient, job.states.buffer if job.states else None):

@@ -122,6 +122,7 @@ def diffusion() -> Batch:
 
 
 GPT2 = Case("gpt2", gpt2, tokens)
+GPT2_SHALLOW = Case("gpt2-shallow", lambda: gpt2(layers=1), tokens)
 LLAMA = Case("llama", llama, tokens)
 OPT = Case("opt", opt, tokens)
 VIT = Case("vit", vit, images)

@@ -15,7 +15,7 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
-from tests.end_to_end.models import GPT2, PERCEPTRON, Batch, Case, Output, vectors
+from tests.end_to_end.models import GPT2_SHALLOW, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -74,7 +74,7 @@ def assert_exact(loop: Loop, streamed: Streamed, *, case: Case = PERCEPTRON, **o
 # --- accumulation ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [PERCEPTRON, GPT2], ids=str)
+@pytest.mark.parametrize("case", [PERCEPTRON, GPT2_SHALLOW], ids=str)
 def test_three_backwards_per_step_are_exact(case: Case, streamed: Streamed) -> None:
     assert_exact(steps_of(3, 3, 3, case=case), streamed, case=case)
 
@@ -127,7 +127,7 @@ def test_a_step_with_fewer_backwards_is_exact_and_so_are_the_full_ones_after_it(
 
 
 def test_more_backwards_than_expected_are_refused_before_anything_is_computed(streamed: Streamed) -> None:
-    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    expected, model, batch = PERCEPTRON.build(), PERCEPTRON.build(), vectors()
     steps_of(1, 1)(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
     with streamed(model):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
@@ -137,17 +137,10 @@ def test_more_backwards_than_expected_are_refused_before_anything_is_computed(st
         backwards(model, PERCEPTRON, 1)
         before = torch.get_rng_state()
         with pytest.raises(StepError, match="accumulation_steps"):
-            model(**vectors_without_drawing())
+            model(**batch)
         assert torch.equal(torch.get_rng_state(), before), "the refused forward ran its dropout"
         optimizer.step()
     assert_same_weights(weights_of(model), weights_of(expected))
-
-
-def vectors_without_drawing() -> Batch:
-    return {name: torch.zeros_like(value) for name, value in _VECTORS.items()}
-
-
-_VECTORS = vectors()
 
 
 # --- other orders of calls ------------------------------------------------------------------------------------
@@ -203,37 +196,36 @@ def test_zero_grad_after_the_update_ran_is_refused(streamed: Streamed) -> None:
         optimizer.step()
 
 
-def test_a_forward_whose_graph_is_dropped_costs_nothing(streamed: Streamed) -> None:
-    """A loss that is only looked at: the numbers stay, and later updates still run inside the backward."""
+def test_a_forward_whose_graph_is_dropped_changes_nothing(streamed: Streamed) -> None:
+    """A loss that is only looked at: that step is held, because its backward may yet come; the next ones are not."""
+    applied: list[bool] = []
 
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = steps_of(1, 1)(model, optimizer)
         losses.append(model(**vectors()).loss.item())
-        losses += backwards(model, PERCEPTRON, 1)
-        applied.append(hasattr(model, "_lohan_fx") and compiled(model).engine.micro_batches.applied)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(2):
+            losses += backwards(model, PERCEPTRON, 1)
+            applied.append(hasattr(model, "_lohan_fx") and compiled(model).engine.micro_batches.applied)
+            optimizer.step()
+            optimizer.zero_grad()
         return losses
 
-    applied: list[bool] = []
     assert_exact(loop, streamed)
-    assert applied == [False, True]
+    assert applied == [False, False, False, True]
 
 
-def test_a_backward_through_parameters_that_a_step_has_changed_is_refused(streamed: Streamed) -> None:
-    """As in PyTorch, which finds the saved weights modified in place."""
-
+def test_a_backward_through_parameters_that_a_step_has_changed_is_refused_as_in_plain(streamed: Streamed) -> None:
     def stale(model: nn.Module, optimizer: Any) -> None:
         old, new = (model(**vectors()).loss for _ in range(2))
         new.backward()
         optimizer.step()
         optimizer.zero_grad()
-        old.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model = PERCEPTRON.build()
-        stale(model, torch.optim.AdamW(model.parameters(), lr=LR))
-    with streamed(PERCEPTRON.build()) as model, pytest.raises(StepError, match="step"):
+    expected = PERCEPTRON.build()
+    stale(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with streamed(PERCEPTRON.build()) as model:
         stale(model, lohan_fx.AdamW(model.parameters(), lr=LR))
 
 
@@ -242,13 +234,13 @@ def test_a_backward_through_parameters_that_a_step_has_changed_is_refused(stream
 
 def test_frozen_parameters_stay_and_have_no_states(streamed: Streamed) -> None:
     def build() -> nn.Module:
-        model = GPT2.build()
+        model = GPT2_SHALLOW.build()
         for index, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(index % 2 == 0)
         return model
 
     expected, model, start = build(), build(), weights_of(build())
-    loop = steps_of(1, 1, 1, case=GPT2)
+    loop = steps_of(1, 1, 1, case=GPT2_SHALLOW)
     expected_losses = loop(expected, torch.optim.AdamW((p for p in expected.parameters() if p.requires_grad), lr=LR))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     with streamed(model):

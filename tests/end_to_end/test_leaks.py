@@ -17,7 +17,7 @@ from lohan_fx.compile import compiled
 from lohan_fx.errors import InfeasiblePlan, StepError, StoreError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.nvme_store import NvmeStore
-from tests.end_to_end.models import GPT2, PERCEPTRON, tokens, vectors
+from tests.end_to_end.models import GPT2_SHALLOW, PERCEPTRON, tokens, vectors
 from tests.end_to_end.recipes import LR, assert_same_weights, train, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -63,17 +63,17 @@ def test_an_error_in_the_users_loop(hw: HardwareProfile, tmp_path: Path) -> None
 
 
 def test_an_error_inside_the_forward_leaves_a_model_that_trains_on(hw: HardwareProfile, tmp_path: Path) -> None:
-    expected, model = GPT2.build(), GPT2.build()
-    expected_losses = train(expected, torch.optim.AdamW(expected.parameters(), lr=LR), GPT2, 3)
+    expected, model = GPT2_SHALLOW.build(), GPT2_SHALLOW.build()
+    expected_losses = train(expected, torch.optim.AdamW(expected.parameters(), lr=LR), GPT2_SHALLOW, 3)
     wrong = {"input_ids": torch.full((2, 16), 10**6), "labels": torch.zeros(2, 16, dtype=torch.long)}
     with lohan_fx.releasing(_compile(model, hw, tmp_path)):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
-        losses = train(model, optimizer, GPT2, 2)
+        losses = train(model, optimizer, GPT2_SHALLOW, 2)
         before = torch.get_rng_state()
         with pytest.raises(IndexError):
             model(**wrong)
         torch.set_rng_state(before)
-        losses += train(model, optimizer, GPT2, 1, seed=None)
+        losses += train(model, optimizer, GPT2_SHALLOW, 1, seed=None)
     assert losses == expected_losses
     assert_same_weights(weights_of(model), weights_of(expected))
 
@@ -106,7 +106,7 @@ def test_a_store_that_cannot_be_made_leaves_the_model_as_it_was(
 
 
 def test_a_plan_that_does_not_fit_leaves_a_model_that_can_be_released(hw: HardwareProfile, tmp_path: Path) -> None:
-    model = GPT2.build()
+    model = GPT2_SHALLOW.build()
     before = weights_of(model)
     lohan_fx.compile(
         model, hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="700MiB", device_memory=64 << 10

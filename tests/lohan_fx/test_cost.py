@@ -161,7 +161,7 @@ def test_the_step_is_lohans_where_adam_does_not_bind(params: float, swapped: flo
 
 
 counts = st.integers(0, 1000)
-works = st.builds(Work, **{field.name: counts for field in fields(Work)})  # type: ignore[arg-type]
+works = st.builds(Work, **{field.name: counts for field in fields(Work)})
 
 
 @given(works, st.sampled_from([field.name for field in fields(Work)]), st.integers(1, 1000), st.booleans())

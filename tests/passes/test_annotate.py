@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,24 +11,16 @@ from torch import fx
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lohan_fx import meta, ops
 from lohan_fx.errors import CaptureError
 from lohan_fx.meta import Lane, Phase
 from lohan_fx.passes.annotate import annotate, at_hint, block_of, is_random, layer_of
 from lohan_fx.plan import Keep, Recompute, Swap, Tier
-from tests.passes.graphs import DECISIONS, MODELS, Captured, captured, forward_values, plan_for, rewrite
+from tests.passes.graphs import CPU_ATTENTION, DECISIONS, MODELS, Captured, captured, forward_values, plan_for, rewrite
 
 aten = torch.ops.aten
-
-# PyTorch's counter knows the formula of attention but not this kernel.
-CPU_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v)
-    ),
-}
 
 
 def calls(gm: GraphModule) -> list[Node]:
@@ -85,7 +78,7 @@ class Storages(fx.Interpreter):
     def check(self, n: Node, result: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         storage = result.untyped_storage()
         cost = meta.cost(n)
-        is_getitem = n.target.__name__ == "getitem"
+        is_getitem = n.target is operator.getitem
         shared = storage.data_ptr() in {t.untyped_storage().data_ptr() for t in inputs}
         if cost.is_view:
             assert (shared or is_getitem) and cost.bytes == 0, n
@@ -131,13 +124,15 @@ def test_blocks_are_layers_and_so_are_the_modules_around_them() -> None:
     layers: dict[str, set[tuple[str, Phase]]] = {}
     for node in calls(joint):
         cost = meta.cost(node)
-        layers.setdefault(node.target.__name__, set()).add((cost.layer, cost.phase))
+        layers.setdefault(str(node.target), set()).add((cost.layer, cost.phase))
     blocks = {f"layers.{i}" for i in range(3)}
-    assert layers["embedding.default"] == {("embed", Phase.FORWARD)}
-    assert layers["embedding_dense_backward.default"] == {("embed", Phase.BACKWARD)}
-    assert layers["addmm.default"] == {(block, Phase.FORWARD) for block in blocks}
-    assert layers["gelu_backward.default"] == {(block, Phase.BACKWARD) for block in blocks}
-    assert ("head", Phase.FORWARD) in layers["mm.default"] and ("head", Phase.BACKWARD) in layers["mm.default"]
+    assert layers["aten.embedding.default"] == {("embed", Phase.FORWARD)}
+    assert layers["aten.embedding_dense_backward.default"] == {("embed", Phase.BACKWARD)}
+    assert layers["aten.addmm.default"] == {(block, Phase.FORWARD) for block in blocks}
+    assert layers["aten.gelu_backward.default"] == {(block, Phase.BACKWARD) for block in blocks}
+    assert ("head", Phase.FORWARD) in layers["aten.mm.default"] and ("head", Phase.BACKWARD) in layers[
+        "aten.mm.default"
+    ]
     assert {meta.cost(n).layer_kind for n in calls(joint) if meta.cost(n).layer in blocks} == {"Block"}
 
 
@@ -261,7 +256,7 @@ def _layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.layer_norm(torch.cat([x, out], 1), (width,))
 
 
-def _traced(batch: int, length: int, width: int, mode: str) -> GraphModule:
+def _traced(batch: int, length: int, width: int, mode: Literal["fake", "symbolic"]) -> GraphModule:
     inputs = torch.randn(batch, length, width), torch.randn(width, width), torch.randn(width, width)
     gm = make_fx(_layer, tracing_mode=mode)(*inputs)
     annotate(gm)

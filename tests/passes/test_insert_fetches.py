@@ -71,7 +71,7 @@ def test_a_layer_fetches_each_of_its_parameters_once(name: str) -> None:
     found = captured(name)
     halves = rewrite(found, plan_for(found, Recompute()), upto=insert_fetches)
     parameters = sorted(p.name for p in found.parameters.values())
-    forward, backward = ([meta.origin(n) for n in nodes(gm, ops.FETCH)] for _, gm in halves.graphs())
+    forward, backward = ([str(meta.origin(n)) for n in nodes(gm, ops.FETCH)] for _, gm in halves.graphs())
     assert sorted(forward) == parameters
     assert len(set(backward)) == len(backward)
 

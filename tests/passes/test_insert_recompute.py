@@ -15,7 +15,7 @@ from lohan_fx.passes.halves import outputs_of
 from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.plan import Keep, Plan, Recompute
 from tests.passes.fake_runtime import at_another_size, eager, run
-from tests.passes.graphs import DECISIONS, MODELS, captured, graph_of, plan_for, rewrite, starts_with, text
+from tests.passes.graphs import DECISIONS, MODELS, both, captured, graph_of, plan_for, rewrite, starts_with, text
 
 
 def test_golden() -> None:
@@ -78,7 +78,7 @@ def test_what_is_recomputed_is_the_closure_of_what_is_saved(name: str) -> None:
     plan = plan_for(found, DECISIONS["mixed"](found))
     halves = rewrite(found, plan, upto=insert_recompute)
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
-    again = {name.removeprefix("recompute_") for name in starts_with(halves.backward, "recompute_")}
+    again = {name.removeprefix("recompute_") for name in starts_with(both(halves)[1], "recompute_")}
     tensors = set(graph.activations)
     assert again & tensors == closure(graph, saved) & tensors
 
@@ -127,16 +127,16 @@ def test_nothing_crosses_that_the_backward_does_not_read(name: str) -> None:
 def test_where_everything_is_kept_nothing_is_recomputed() -> None:
     found = captured("transformer")
     halves = rewrite(found, plan_for(found, Keep()), upto=insert_recompute)
-    assert starts_with(halves.backward, "recompute_") == []
+    assert starts_with(both(halves)[1], "recompute_") == []
 
 
 def test_masks_of_dropout_cross_and_are_not_drawn_again() -> None:
     found = captured("dropout")
     halves = rewrite(found, plan_for(found, Recompute()), upto=insert_recompute)
-    random = [n.name for n in halves.backward.graph.nodes if n.op == "call_function" and meta.cost(n).is_random]
-    assert random == []
-    crossing = [n for n in halves.crossing() if meta.value(n).dtype is torch.bool]
-    assert len(crossing) == 4
+    _, backward = both(halves)
+    assert [n.name for n in backward.graph.nodes if n.op == "call_function" and meta.cost(n).is_random] == []
+    masks = [n for n in halves.crossing() if (value := meta.tensor(n)) is not None and value.dtype is torch.bool]
+    assert len(masks) == 4
 
 
 def test_a_plan_that_replays_a_random_op_is_refused() -> None:

@@ -9,7 +9,7 @@ from lohan_fx import meta, ops
 from lohan_fx.passes.halves import outputs_of
 from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.insert_swaps import insert_swaps
-from lohan_fx.plan import Keep, Recompute, Swap, Tier
+from lohan_fx.plan import Decision, Keep, Recompute, Swap, Tier
 from tests.passes.fake_runtime import eager, run
 from tests.passes.graphs import (
     DECISIONS,
@@ -26,7 +26,7 @@ from tests.passes.graphs import (
 
 def test_golden() -> None:
     found = captured("two-layers")
-    decisions = {"addmm": Recompute(), "relu": Swap(Tier.NVME), "mm": Swap(Tier.HOST)}
+    decisions: dict[str, Decision] = {"addmm": Recompute(), "relu": Swap(Tier.NVME), "mm": Swap(Tier.HOST)}
     halves = rewrite(found, plan_for(found, decisions), upto=insert_swaps)
     assert halves.backward is not None
     assert text(halves.forward).splitlines()[7:] == [
@@ -119,14 +119,14 @@ def test_slots_are_given_out_one_by_one_and_tiers_are_the_plans() -> None:
     plan = plan_for(found, DECISIONS["mixed"](found))
     halves = rewrite(found, plan, upto=insert_swaps)
     swaps = nodes(halves.forward, ops.SWAP_OUT)
-    assert sorted(n.args[1] for n in swaps) == [FIRST_ACTIVATION_SLOT + i for i in range(len(swaps))]
+    assert sorted(str(n.args[1]) for n in swaps) == [str(FIRST_ACTIVATION_SLOT + i) for i in range(len(swaps))]
     assert [str(plan.decision(str(meta.origin(n)))) for n in swaps] == [f"swap:{n.args[2]}" for n in swaps]
 
 
 def test_outputs_of_the_model_are_never_swapped() -> None:
     found = captured("branches")
     halves = rewrite(found, plan_for(found, Swap(Tier.HOST)), upto=insert_swaps)
-    outputs = {n.name for n in outputs_of(halves.forward)[: halves.num_outputs]}
+    outputs = {str(n) for n in outputs_of(halves.forward)[: halves.num_outputs]}
     assert outputs and not outputs & {meta.origin(n) for n in nodes(halves.forward, ops.SWAP_OUT)}
 
 

@@ -17,7 +17,7 @@ from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import Peak, peak_bytes, peaks
 from lohan_fx.plan import Keep, Swap, Tier, Windows
 from tests.passes.fake_runtime import FakeRuntime, backward_inputs, bound, forward_inputs
-from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, captured, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, both, captured, plan_for, rewrite
 
 
 class Meter(fx.Interpreter):
@@ -63,7 +63,7 @@ def measured(found: Captured, halves: Halves, *, resident: bool) -> dict[str, Pe
     at_home = list(runtime.parameters.values()) if resident else []
     with bound(halves, runtime), torch.no_grad():
         inputs = forward_inputs(found, shells=True)
-        forward, backward = Meter(halves.forward), Meter(halves.backward)
+        forward, backward = Meter(both(halves)[0]), Meter(both(halves)[1])
         first = forward.measure(*inputs, held=inputs, left_out=at_home)
         taken = backward_inputs(halves, found, list(forward.result))
         forward.env.clear()
@@ -127,9 +127,10 @@ def test_what_is_swapped_does_not_stay() -> None:
 aten = torch.ops.aten
 
 
-def graph_of(*calls: tuple[str, object, tuple[object, ...], object], outputs: tuple[str, ...]) -> GraphModule:
+def graph_of(*calls: tuple[str, Any, tuple[Any, ...], object], outputs: tuple[str, ...]) -> GraphModule:
     """(name, op or None for an input, arguments where a name stands for its node, value)."""
-    graph, made = Graph(), {}
+    graph = Graph()
+    made: dict[str, Node] = {}
     for name, op, args, value in calls:
         arguments = tuple(made.get(a, a) if isinstance(a, str) else a for a in args)
         made[name] = (

@@ -16,7 +16,7 @@ from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.verify import ORDER, verify
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
-from tests.passes.graphs import DECISIONS, MODELS, PASSES, Captured, captured, mixed, nodes, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, MODELS, PASSES, Captured, both, captured, mixed, nodes, plan_for, rewrite
 
 aten = torch.ops.aten
 
@@ -25,11 +25,6 @@ def scheduled(name: str, decision: str = "mixed") -> tuple[Halves, Plan]:
     found = captured(name)
     plan = plan_for(found, DECISIONS[decision](found))
     return rewrite(found, plan), plan
-
-
-def both(halves: Halves) -> tuple[GraphModule, GraphModule]:
-    assert halves.backward is not None
-    return halves.forward, halves.backward
 
 
 def refused(halves: Halves, plan: Plan, *, after: str = "schedule") -> str:

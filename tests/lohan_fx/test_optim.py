@@ -1,0 +1,356 @@
+"""AdamW and Adam as ``torch.optim.Optimizer``: groups, schedulers, state dicts and checks; the numbers are torch's."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.errors import OffloadedParameterError, StepError
+from lohan_fx.optim import Adam, AdamW
+from tests.tiny import Tiny, batch, profile, same_weights
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+schedulers = importlib.import_module("torch.optim.lr_scheduler")
+
+KINDS: list[tuple[Any, Any]] = [(lohan_fx.AdamW, torch.optim.AdamW), (lohan_fx.Adam, torch.optim.Adam)]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """A compiled model and its plain copy."""
+    model: nn.Module = Tiny()
+    plain = copy.deepcopy(model)
+    lohan_fx.compile(model, profile(), nvme=tmp_path, host_memory="2GiB", compute_dtype=torch.float32, policy="keep")
+    yield model, plain
+    lohan_fx.release(model)
+    torch._dynamo.reset()
+
+
+def train(model: nn.Module, optimizer: Any, seeds: range, scheduler: Any = None) -> list[float]:
+    losses = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss = model(batch(seed))
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [set(group) for group in ours["param_groups"]] == [set(group) for group in theirs["param_groups"]]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, entry in theirs["state"].items():
+        assert ours["state"][index].keys() == entry.keys()
+        for name, value in entry.items():
+            torch.testing.assert_close(ours["state"][index][name], value, rtol=0, atol=0)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": torch.tensor(0.02), "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3},
+        {"maximize": True, "weight_decay": 0.0},
+        {"fused": True, "weight_decay": 0.1},
+    ],
+)
+def test_the_numbers_are_those_of_torch(
+    ours: type[Adam], theirs: Any, options: dict[str, Any], models: tuple[nn.Module, nn.Module]
+) -> None:
+    model, plain = models
+    reference = theirs(plain.parameters(), **options, **({} if "fused" in options else {"foreach": False}))
+    optimizer = ours(model.parameters(), **options)
+    assert train(model, optimizer, range(4)) == train(plain, reference, range(4))
+    same_weights(model, plain)
+    same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_groups_with_options_of_their_own(models: tuple[nn.Module, nn.Module]) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": [p for n, p in model.named_parameters() if n.endswith("bias")], "weight_decay": 0.0},
+            {"params": (p for n, p in model.named_parameters() if n.endswith("weight")), "lr": 0.1, "eps": 1e-4},
+        ]
+
+    model, plain = models
+    reference = torch.optim.AdamW(groups(plain), lr=0.01, foreach=False)
+    optimizer = AdamW(groups(model), lr=0.01)
+    assert train(model, optimizer, range(3)) == train(plain, reference, range(3))
+    same_weights(model, plain)
+    same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_named_parameters(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.named_parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.named_parameters(), lr=0.01, foreach=False)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_a_group_added_later(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.layers[0].parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.layers[0].parameters(), lr=0.01, foreach=False)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    plain.zero_grad()  # torch kept the gradients of what nobody trained
+    for number, (added_to, source) in enumerate([(optimizer, model), (reference, plain)]):
+        added_to.add_param_group({"params": source.layers[1].parameters(), "lr": 0.5})
+        assert len(added_to.param_groups) == 2, number
+    assert train(model, optimizer, range(2, 5)) == train(plain, reference, range(2, 5))
+    same_weights(model, plain)
+    same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: schedulers.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=6),  # moves betas[0] too
+        lambda optimizer: schedulers.SequentialLR(
+            optimizer,
+            [schedulers.LinearLR(optimizer, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 4)],
+            milestones=[2],
+        ),
+    ],
+)
+def test_schedulers(make: Callable[[Any], Any], models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+    assert train(model, optimizer, range(5), make(optimizer)) == train(plain, reference, range(5), make(reference))
+    same_weights(model, plain)
+
+
+def test_warm_up_from_a_learning_rate_of_zero(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer, reference = AdamW(model.parameters(), lr=0.0), torch.optim.AdamW(plain.parameters(), lr=0.0, foreach=False)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    same_weights(model, plain)
+
+
+def test_hooks_before_and_after_step(models: tuple[nn.Module, nn.Module]) -> None:
+    calls: list[str] = []
+    optimizer = AdamW(models[0].parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(models[0], optimizer, range(2))
+    assert calls == ["before", "after"] * 2
+
+
+# --- state dicts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), KINDS)
+def test_a_state_goes_from_torch_to_us_and_back(
+    ours: type[Adam], theirs: Any, models: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    model, plain = models
+    reference = theirs(plain.parameters(), lr=0.02, weight_decay=0.1, foreach=False)
+    train(plain, reference, range(3))
+    model.load_state_dict(plain.state_dict())
+    optimizer = ours(model.parameters())
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    same_state(optimizer.state_dict(), reference.state_dict())
+    assert train(model, optimizer, range(3, 6)) == train(plain, reference, range(3, 6))
+
+    torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
+    again = theirs(plain.parameters(), foreach=False)
+    again.load_state_dict(torch.load(tmp_path / "saved.pt"))
+    (tmp_path / "saved.pt").unlink()
+    assert train(model, optimizer, range(6, 8)) == train(plain, again, range(6, 8))
+    same_weights(model, plain)
+
+
+def test_a_state_from_before_the_first_step(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer, reference = AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    fresh = optimizer.state_dict()
+    assert fresh["state"] == {}
+    train(model, optimizer, range(3))
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(fresh)  # zero moments and no steps again
+    assert train(model, optimizer, range(3)) == train(plain, reference, range(3))
+    same_weights(model, plain)
+
+
+def test_taking_a_state_leaves_nothing_in_memory(models: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = models
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    assert len(optimizer.state_dict()["state"]) == 6
+    assert not optimizer.state
+
+
+def states_of_another_kind(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """States that cannot be ours, each with what the refusal must say."""
+
+    def trained(optimizer: torch.optim.Optimizer, source: nn.Module = model) -> dict[str, Any]:
+        source.zero_grad()
+        source(batch()).backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    other = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 17))
+    other_state = trained(torch.optim.AdamW(other.parameters()), nn.Sequential(other, _Mean()))
+    return [
+        (trained(torch.optim.SGD(model.parameters(), momentum=0.9)), "no betas, eps: it is not of Adam"),
+        (trained(torch.optim.AdamW(model.parameters(), amsgrad=True)), "amsgrad=True is not supported"),
+        (other_state, r"exp_avg of layers\.2\.weight has shape \(17, 16\); the parameter has \(16, 16\)"),
+        (trained(torch.optim.AdamW(model.layers[0].parameters())), "size"),
+    ]
+
+
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_a_state_of_another_kind_changes_nothing(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    before = optimizer.state_dict()
+    for state, reason in states_of_another_kind(copy.deepcopy(plain)):
+        with pytest.raises(ValueError, match=reason):
+            optimizer.load_state_dict(state)
+        same_state(optimizer.state_dict(), before)
+    assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -0.1}, r"lr is -0\.1: expected zero or more"),
+        ({"lr": float("nan")}, "lr is nan: expected zero or more"),
+        ({"eps": -1.0}, r"eps is -1\.0: expected zero or more"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1\.0: expected \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1: expected \[0, 1\)"),
+        ({"weight_decay": -1}, "weight_decay is -1: expected zero or more"),
+        ({"amsgrad": True}, "amsgrad=True is not supported.*use amsgrad=False"),
+        ({"accumulation_steps": 0}, "accumulation_steps is 0: expected at least 1"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str, models: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = models
+    for kind in (lohan_fx.AdamW, lohan_fx.Adam):
+        with pytest.raises(ValueError, match=message):
+            kind(model.parameters(), **options)
+    optimizer = AdamW(model.layers[0].parameters())  # nothing of those refused is left behind
+    if "accumulation_steps" not in options:
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": model.layers[1].parameters(), **options})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_options_that_torch_has_and_we_do_not(models: tuple[nn.Module, nn.Module]) -> None:
+    for option in ("foreach", "capturable", "differentiable", "momentum"):
+        with pytest.raises(TypeError, match=option):
+            AdamW(models[0].parameters(), **{option: True})  # type: ignore[arg-type]
+
+
+def test_groups_that_are_no_good(models: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = models
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW([])
+    with pytest.raises(ValueError, match=r"AdamW got no parameters: pass model\.parameters\(\)"):
+        AdamW([{"params": []}])
+    optimizer = AdamW(model.layers[0].parameters())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": model.parameters()})
+    with pytest.raises(TypeError, match="not of a compiled model"):
+        optimizer.add_param_group({"params": [*model.layers[1].parameters(), nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model.layers[1].parameters()})
+    with pytest.raises(ValueError, match="has an optimizer already: use that one"):
+        AdamW(model.layers[2].parameters())
+
+
+def test_an_optimizer_cannot_be_copied_with_its_parameters(models: tuple[nn.Module, nn.Module]) -> None:
+    optimizer = AdamW(models[0].parameters())
+    with pytest.raises(OffloadedParameterError, match="deepcopy"):
+        copy.deepcopy(optimizer)
+
+
+# --- accumulation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [None, 3])
+def test_three_backwards_per_step(told: int | None, models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.parameters(), lr=0.01, accumulation_steps=told)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    for step in range(3):
+        for kind, trainer in ((model, optimizer), (plain, reference)):
+            for micro in range(3):
+                kind(batch(10 * step + micro)).backward()
+                if kind is model:
+                    applied = compiled(model).engine.micro_batches.applied
+                    assert applied is (micro == 2 and (told is not None or step > 0))
+            trainer.step()
+            trainer.zero_grad()
+    same_weights(model, plain)
+
+
+def test_more_backwards_than_were_told(models: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = models
+    optimizer = AdamW(model.parameters(), lr=0.01, accumulation_steps=2)
+    for seed in range(2):
+        model(batch(seed)).backward()
+    with pytest.raises(StepError, match=r"number 2 \(the last step had 2\).*accumulation_steps=n"):
+        model(batch(2))
+    optimizer.step()
+    model(batch(3)).backward()
+
+
+class Routed(nn.Module):
+    """Each batch takes one of two ways, so that a micro-batch leaves some parameters without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.end = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        y: torch.Tensor = self.end(self.ways[way](x)).square().mean()
+        return y
+
+
+def test_a_parameter_that_only_an_earlier_micro_batch_used(tmp_path: Path) -> None:
+    model: Any = Routed()
+    plain = copy.deepcopy(model)
+    lohan_fx.compile(model, profile(), nvme=tmp_path, host_memory="2GiB", compute_dtype=torch.float32, policy="keep")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    for step in range(4):
+        for kind, trainer in ((model, optimizer), (plain, reference)):
+            for way in ((0, 1), (1, 0), (0, 0), (1, 1))[step]:
+                kind(batch(step), way).backward()
+            trainer.step()
+            trainer.zero_grad()
+    same_weights(model, plain)
+    same_state(optimizer.state_dict(), reference.state_dict())
+    lohan_fx.release(model)

@@ -1,0 +1,291 @@
+"""pipeline: from a captured graph and a request to linked halves, a plan and a prediction that is true."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from lohan_fx import meta, ops, pipeline
+from lohan_fx.budgets import MIB, choose_windows, make_budgets
+from lohan_fx.errors import InfeasiblePlan, VerifyError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.passes.activation_graph import closure
+from lohan_fx.passes.halves import Halves, ParameterInput
+from lohan_fx.passes.liveness import peaks
+from lohan_fx.passes.verify import ORDER
+from lohan_fx.pipeline import PASSES, Request, boxed, compile_inference, compile_training
+from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.planner import POLICIES, ParameterFacts
+from tests.passes import graphs
+from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
+from tests.passes.graphs import Captured, captured, graph_of, nodes
+
+GPU = HardwareProfile.preset("rtx4090-12xP5510")
+GIB = 1 << 30
+
+
+def facts(found: Captured) -> tuple[ParameterFacts, ...]:
+    values = found.parameter_values()
+    return tuple(
+        ParameterFacts(p.name, values[p.slot].numel(), values[p.slot].nbytes, p.trainable)
+        for p in sorted(found.parameters.values(), key=lambda p: p.slot)
+    )
+
+
+def request(found: Captured, *, host: int = 8 * GIB, policy: str = "lohan", plan: Plan | None = None) -> Request:
+    """What ``compile`` would ask for on a machine whose device is the processor."""
+    hw = replace(GPU, device="cpu")
+    windows = choose_windows(host, facts(found))
+    return Request(
+        hw=hw,
+        policy=policy,
+        compute_dtype="float32",
+        matmul_rate=hw.matmul_flops_per_s["float32"],
+        parameters=facts(found),
+        budgets=make_budgets(hw, host, None, windows),
+        windows=windows,
+        plan=plan,
+    )
+
+
+def trained(found: Captured, asked: Request) -> tuple[Halves, Plan]:
+    return compile_training(
+        found.joint,
+        asked,
+        num_outputs=found.num_outputs,
+        parameters=found.parameters,
+        activation_slots=lambda count: range(graphs.FIRST_ACTIVATION_SLOT, graphs.FIRST_ACTIVATION_SLOT + count),
+    )
+
+
+# --- training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiled_halves_compute_what_the_model_does(name: str, policy: str) -> None:
+    found = captured(name)
+    halves, plan = trained(found, request(found, policy=policy))
+    assert plan.policy == policy
+    assert run(halves, found).equals(eager(found))
+
+
+def test_the_passes_are_those_that_the_verifier_and_our_tests_know() -> None:
+    assert PASSES == graphs.PASSES
+    assert ("partition", *(apply.__name__ for apply in PASSES)) == ORDER
+
+
+def test_every_pass_is_verified_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured("two-layers")
+    verified: list[str] = []
+    monkeypatch.setattr(pipeline, "verify", lambda halves, plan, *, after: verified.append(after))
+    trained(found, request(found, plan=graphs.plan_for(found, Keep())))
+    assert tuple(verified) == ORDER
+
+
+def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def insert_swaps(halves: Halves, plan: Plan) -> None:
+        (wait, *_) = nodes(halves.forward, ops.WAIT)
+        wait.replace_all_uses_with(wait.all_input_nodes[0])
+        halves.forward.graph.erase_node(wait)
+
+    found = captured("two-layers")
+    broken = tuple(insert_swaps if apply.__name__ == "insert_swaps" else apply for apply in PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", broken)
+    with pytest.raises(VerifyError, match=r"^after insert_swaps: t: reads \('fetch_first_weight before its wait',\)"):
+        trained(found, request(found))
+
+
+def test_a_given_plan_is_obeyed() -> None:
+    found = captured("transformer")
+    given = graphs.plan_for(found, graphs.mixed(found))
+    halves, plan = trained(found, request(found, plan=given))
+    assert replace(plan, prediction=None) == given
+    swapped = {meta.origin(n) for n in nodes(halves.forward, ops.SWAP_OUT)}
+    assert swapped and all(isinstance(given.decision(str(name)), Swap) for name in swapped)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_given_plan_that_breaks_the_promise_is_refused_by_tier(tier: str) -> None:
+    found = captured("transformer")
+    given = graphs.plan_for(found, Keep(), home=Tier.DEVICE)
+    _, plan = trained(found, request(found, plan=given))
+    assert plan.prediction is not None
+    needed = plan.prediction.peak_bytes[tier]
+    budget = f"{tier}_memory_bytes"
+    trained(found, request(found, plan=replace(given, **{budget: needed})))  # type: ignore[arg-type]
+    too_small = replace(given, **{budget: needed - 1})  # type: ignore[arg-type]
+    with pytest.raises(InfeasiblePlan, match=f"more memory than was promised: {tier}_memory is 1 bytes short"):
+        trained(found, request(found, plan=too_small))
+
+
+# --- the prediction -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two-layers", "dropout", "branches"])
+@pytest.mark.parametrize("decision", [Keep(), Recompute()])
+def test_predicted_flops_are_those_that_pytorch_counts(name: str, decision: Keep | Recompute) -> None:
+    found, graph = captured(name), graph_of(captured(name))
+    given = graphs.plan_for(found, decision)
+    _, plan = trained(found, request(found, plan=given))
+    counter = FlopCounterMode(display=False, custom_mapping=graphs.CPU_ATTENTION)
+    with counter:
+        eager(found)
+    assert plan.prediction is not None
+    assert plan.prediction.flops == counter.get_total_flops()
+    saved = {a.node for a in given.activations if not isinstance(a.decision, Recompute)}
+    assert plan.prediction.recompute_flops == sum(graph.flops[name] for name in closure(graph, saved))
+    assert (plan.prediction.recompute_flops > 0) is (decision == Recompute())
+
+
+def test_predicted_bytes_are_those_that_the_nodes_move() -> None:
+    found = captured("transformer")
+    given = graphs.plan_for(found, Swap(Tier.NVME))
+    halves, plan = trained(found, request(found, plan=given))
+    assert plan.prediction is not None and halves.backward is not None
+    swapped = sum(meta.cost(n.all_input_nodes[0]).bytes for n in nodes(halves.forward, ops.SWAP_OUT))
+    fetched = sum(meta.cost(n).bytes for _, gm in halves.graphs() for n in nodes(gm, ops.FETCH))
+    states = 12 * sum(p.numel for p in facts(found))
+    assert plan.prediction.nvme_read_bytes == fetched + swapped + states
+    assert plan.prediction.nvme_write_bytes == swapped + states
+
+
+@pytest.mark.parametrize("home", [Tier.NVME, Tier.DEVICE])
+def test_predicted_peaks_hold_graphs_parameters_states_and_staging(home: Tier) -> None:
+    found = captured("transformer")
+    given = graphs.plan_for(found, Keep(), home=home)
+    asked = request(found, plan=given)
+    halves, plan = trained(found, asked)
+    elements = sum(p.numel for p in facts(found))
+    graph = max(peak.bytes for peak in peaks(halves, plan).values()) + given.windows.gradient_bytes
+    device = graph + (4 * elements if home is Tier.DEVICE else 0)
+    host = device + asked.budgets.fixed_bytes + (8 * elements if home is Tier.DEVICE else 0)
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes == {"device": device, "host": host}
+
+
+def test_less_memory_means_more_traffic_and_no_faster_step() -> None:
+    found = captured("transformer")
+    plans = [trained(found, request(found, host=host))[1] for host in (8 * GIB, 200 * MIB)]
+    roomy, tight = (plan.prediction for plan in plans)
+    assert roomy is not None and tight is not None
+    assert roomy.nvme_read_bytes == 0
+    assert tight.step_s >= roomy.step_s
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Two matrices of 64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((nn.Linear(2048, 8192, bias=False), nn.Linear(8192, 2048, bias=False)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](torch.relu(self.layers[0](x))).sum()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Captured:
+    return graphs.capture(Wide(), torch.zeros(16, 2048))
+
+
+@pytest.mark.parametrize("host", [200, 260, 320, 380, 440])
+@pytest.mark.parametrize("policy", ["lohan", "in-memory", "recompute"])
+def test_the_promise_that_a_refusal_names_is_enough(wide: Captured, host: int, policy: str) -> None:
+    """With the windows and staging that ``compile`` chooses for it, which a larger promise makes larger."""
+    asked = host * MIB
+    try:
+        _, plan = trained(wide, request(wide, host=asked, policy=policy))
+    except InfeasiblePlan as error:
+        found = re.search(r"host_memory=([\d,]+) would fit", str(error))
+        assert found, error
+        asked = int(found[1].replace(",", ""))
+        _, plan = trained(wide, request(wide, host=asked, policy=policy))
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes["host"] <= asked
+
+
+# --- inference ------------------------------------------------------------------------------------------------
+
+
+def captured_inference(model: nn.Module, *inputs: torch.Tensor) -> tuple[GraphModule, list[Any]]:
+    """The graph that AOTAutograd makes of ``model`` without gradients, and its inputs."""
+    found: list[tuple[GraphModule, list[Any]]] = []
+
+    def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        def record(graph: GraphModule, _: Any) -> Any:
+            found.append((graph, list(examples)))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=record, inference_compiler=record)(gm, examples)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return found[0]
+
+
+@pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])
+def test_inference_streams_parameters_and_computes_what_the_model_does(policy: str) -> None:
+    found = captured("transformer")
+    gm, examples = captured_inference(found.model, *found.inputs)
+    names = {id(p): name for name, p in found.model.named_parameters()}
+    slots = {p.name: p.slot for p in found.parameters.values()}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    parameters = {
+        node.name: ParameterInput(slots[names[id(value)]], names[id(value)], trainable=True)
+        for node, value in zip(placeholders, examples, strict=True)
+        if id(value) in names
+    }
+    halves, plan = compile_inference(gm, request(found, policy=policy), parameters=parameters)
+    assert halves.backward is None and plan.activations == ()
+    assert len(nodes(halves.forward, ops.FETCH)) == len(parameters)
+    assert plan.prediction is not None and plan.prediction.backward.lanes_s["d2h"] == 0
+    inference = replace(
+        found, values={n.name: v for n, v in zip(placeholders, examples, strict=True)}, parameters=parameters
+    )
+    runtime = FakeRuntime(found.parameter_values())
+    with bound(halves, runtime), torch.no_grad():
+        outputs = boxed(halves.forward)(forward_inputs(inference, shells=True))
+        assert torch.equal(outputs[0], found.model(*found.inputs))  # type: ignore[index]
+
+
+# --- boxed ----------------------------------------------------------------------------------------------------
+
+
+def test_a_boxed_graph_gives_up_its_inputs_at_their_last_use() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        gc.collect()
+        seen.append(reference() is not None)
+
+    gm = make_fx(lambda x: (x.relu().sin(),))(torch.ones(3))
+    relu, sine = (n for n in gm.graph.nodes if n.op == "call_function")
+    for before in (sine, gm.graph.output_node()):
+        with gm.graph.inserting_before(before):
+            gm.graph.call_function(look)
+    x = torch.ones(3)
+    reference = weakref.ref(x)
+    arguments: list[object] = [x]
+    del x
+    assert torch.equal(boxed(gm)(arguments)[0], torch.ones(3).sin())  # type: ignore[index]
+    assert arguments == []
+    assert seen == [False, False]
+    assert relu.users

@@ -1,0 +1,68 @@
+"""The runtime's resources without a compiled model: lanes, a small pool and a real store that can be made to fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lohan_fx.runtime.device_link import CpuLink
+from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.timeline import Timeline
+from tests.runtime.faulty_backend import FaultyBackend
+
+IO_BYTES = 2 * PAGE_BYTES
+CHUNK_ELEMENTS = 4096
+ARENA_BYTES = 16 * PAGE_BYTES
+
+
+@contextlib.contextmanager
+def machine(directory: Path, backend: FaultyBackend | None = None, *, buffers: int = 2) -> Iterator[Machine]:
+    """At the end every buffer must be back, apart from the one of the activations that the test itself holds."""
+    pool = HostPool(
+        {
+            "fetch": Reservation(buffers, IO_BYTES),
+            "swap_in": Reservation(buffers, IO_BYTES),
+            "swap_out": Reservation(buffers, IO_BYTES),
+            "gradients": Reservation(buffers, 4 * CHUNK_ELEMENTS),
+            "optimizer": Reservation(buffers, buffer_bytes(CHUNK_ELEMENTS)),
+            "activations": Reservation(1, ARENA_BYTES),
+        }
+    )
+    made = Machine(
+        store=NvmeStore([directory], backend=backend),
+        pool=pool,
+        link=CpuLink(),
+        timeline=Timeline(),
+        ssd=Lane("ssd", threads=3),
+        h2d=Lane("h2d"),
+        d2h=Lane("d2h"),
+        cpu=Lane("cpu"),
+        io_bytes=IO_BYTES,
+    )
+    try:
+        yield made
+        made.drain(60.0)
+        out = {purpose: pool.in_use(purpose) for purpose in pool._shelves if purpose != "activations"}
+        assert not any(out.values()), f"buffers are still out: {out}"
+    finally:
+        made.close()
+        made.store.close()
+
+
+def parameter(
+    name: str,
+    *shape: int,
+    slot: int = 0,
+    compute: torch.dtype = torch.float32,
+    master: torch.dtype = torch.float32,
+    trainable: bool = True,
+) -> ParameterSlot:
+    return ParameterSlot(slot, name, torch.Size(shape), compute, master, trainable)
