@@ -200,27 +200,16 @@ def _measured_before(saved: Path, directories: Sequence[str]) -> HardwareProfile
     return hw if fresh and same else None
 
 
-def compare(args: argparse.Namespace, losses: Sequence[float], reports: Sequence[StepReport]) -> dict[str, Any]:
-    """Train plain PyTorch in a process of its own, on the same batches, and print both side by side."""
-    print(f"plain PyTorch ({args.compare}), all of it in RAM, on the same batches ...", flush=True)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        plain: Plain = pool.submit(train_plain, build_model, warmup_cosine, args).result()
-    ours_bytes = max(report.peak_used_bytes for report in reports)
-    difference = show_comparison(
-        losses, plain.losses, [report.seconds for report in reports], plain.seconds, ours_bytes, plain.peak_bytes
-    )
-    return {"backend": args.compare, "largest_loss_difference": difference, **asdict(plain)}
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """What the training came to. ``per_step`` holds predicted beside measured."""
+    """What the training came to. ``per_step`` holds predicted beside measured; ``peak_bytes`` is the RAM it took."""
 
     plan: Plan
     losses: list[float]
     validation_loss: dict[str, float]
     reports: list[StepReport]
     per_step: dict[str, dict[str, float]]
+    peak_bytes: int
     events: list[Event]
     sample: str
 
@@ -239,11 +228,22 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
     losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
     after = validation_loss(model, text)
     print(f"validation loss {before:.4f} before, {after:.4f} after (nats per byte)\n", flush=True)
-    per_step = show_predicted_and_measured(plan, reports)
+    per_step = show_predicted_and_measured(plan, reports, monitor.other_rss_bytes)
     begin_s = time.perf_counter()
     sample = generate(model, args)
     print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)
-    return Outcome(plan, losses, {"before": before, "after": after}, reports, per_step, events, sample)
+    peak_bytes = max(report.peak_rss_bytes for report in reports) - monitor.other_rss_bytes
+    return Outcome(plan, losses, {"before": before, "after": after}, reports, per_step, peak_bytes, events, sample)
+
+
+def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
+    """Train plain PyTorch in a process of its own, on the same batches, and print both side by side."""
+    print(f"plain PyTorch ({args.compare}), all of it in RAM, on the same batches ...", flush=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        plain: Plain = pool.submit(train_plain, build_model, warmup_cosine, args).result()
+    seconds = [report.seconds for report in done.reports]
+    difference = show_comparison(done.losses, plain.losses, seconds, plain.seconds, done.peak_bytes, plain.peak_bytes)
+    return {"backend": args.compare, "largest_loss_difference": difference, **asdict(plain)}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -258,7 +258,7 @@ def run(args: argparse.Namespace) -> None:
     lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy)
     with lohan_fx.releasing(model):
         done = run_streamed(model, text, args)
-    compared = compare(args, done.losses, done.reports) if args.compare else None
+    compared = compare(args, done) if args.compare else None
     args.output.mkdir(parents=True, exist_ok=True)
     picture, results = args.output / "timeline.png", args.output / "results.json"
     where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {done.plan.policy}, {hw.device_name}"

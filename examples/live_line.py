@@ -35,7 +35,7 @@ class LiveLine:
         line = (
             f"step {done}/{self._steps}  loss {loss:.4f}  {self._tokens_per_step / step_s:.0f} tokens/s  "
             f"ETA {left // 60}:{left % 60:02}  {busy}  stall {report.stall_s / report.seconds:.0%}  "
-            f"RAM {report.used_bytes / 2**20:.0f}/{report.promised_bytes / 2**20:.0f} MiB"
+            f"RAM {report.rss_bytes / 2**30:.2f} of {report.promised_rss_bytes / 2**30:.2f} GiB"
         )
         if self._live:
             columns = shutil.get_terminal_size().columns - 1

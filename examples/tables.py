@@ -31,8 +31,13 @@ def show_hardware(hw: HardwareProfile) -> None:
     print("\n".join(table(["hardware", ""], rows, left=(0, 1))), end="\n\n")
 
 
-def show_predicted_and_measured(plan: Plan, reports: Sequence[StepReport]) -> dict[str, dict[str, float]]:
-    """A table of medians over the steps; the same as data. The first step, which warms everything up, is left out."""
+def show_predicted_and_measured(
+    plan: Plan, reports: Sequence[StepReport], other_rss_bytes: int
+) -> dict[str, dict[str, float]]:
+    """A table of medians over the steps; the same as data. The first step, which warms everything up, is left out.
+
+    ``other_rss_bytes``: what the process has in RAM beside the model and its training.
+    """
     prediction = plan.prediction
     assert prediction is not None
     steady = reports[1:] or reports
@@ -46,14 +51,14 @@ def show_predicted_and_measured(plan: Plan, reports: Sequence[StepReport]) -> di
         found = median(lambda r, lane=lane: r.lanes_s.get(lane, 0.0))  # type: ignore[misc]
         seconds[lane] = (sum(stage.get(lane, 0.0) for stage in stages), found)
     nbytes = {
-        "peak RAM": (prediction.peak_bytes["host"], max(r.peak_used_bytes for r in reports)),
+        "peak RSS": (other_rss_bytes + prediction.peak_bytes["host"], max(r.peak_rss_bytes for r in reports)),
         "NVMe read": (prediction.nvme_read_bytes, median(lambda r: r.nvme_read_bytes)),
         "NVMe written": (prediction.nvme_write_bytes, median(lambda r: r.nvme_written_bytes)),
     }
     rows = [[name, *map(format_seconds, pair)] for name, pair in seconds.items()]
     rows.append(["stall", "", format_seconds(median(lambda r: r.stall_s))])
     rows += [[name, *(format_bytes(int(value)) for value in pair)] for name, pair in nbytes.items()]
-    rows[-3].append(f"of {format_bytes(reports[-1].promised_bytes)} promised")
+    rows[-3].append(f"at most {format_bytes(reports[-1].promised_rss_bytes)} promised")
     rows = [[*row, ""][:4] for row in rows]
     print("\n".join(table(["per step", "predicted", "measured", ""], rows, left=(0, 3))), end="\n\n")
     both = {**seconds, **nbytes}
@@ -68,12 +73,12 @@ def show_comparison(
     peak_bytes: int,
     plain_peak_bytes: int,
 ) -> float:
-    """A table of both; the largest difference between the losses."""
+    """A table of both; the largest difference between the losses. ``*peak_bytes``: of model and training alone."""
     count = len(losses)
     shown = sorted({*range(0, count, max(1, count // COMPARED_STEPS)), count - 1})
     rows = [[str(n + 1), f"{losses[n]:.6f}", f"{plain_losses[n]:.6f}"] for n in shown]
     rows.append(["s/step", *(f"{statistics.median(found[1:] or found):.2f}" for found in (seconds, plain_seconds))])
-    rows.append(["peak RAM", format_bytes(peak_bytes), format_bytes(plain_peak_bytes)])
+    rows.append(["RAM", format_bytes(peak_bytes), format_bytes(plain_peak_bytes)])
     print("\n".join(table(["loss at step", "lohan_fx", "plain"], rows, left=(0,))))
     difference = max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True))
     print(f"largest difference between the losses: {difference:g}\n")

@@ -12,8 +12,10 @@ from lohan_fx.planner import Budgets, ParameterFacts, layer_of_parameter
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
 MIB = 1 << 20
-CAPTURE_BYTES = 160 * MIB
-"""What tracing, guards and the graphs themselves take, measured on Llama of 12 to 24 layers (docs/0003)."""
+CAPTURE_BYTES = 96 * MIB
+CAPTURE_BYTES_PER_PARAMETER = MIB
+"""What tracing, guards, graphs and the allocator's slack take: so much, and so much per parameter tensor (a parameter
+brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
 UNLIMITED_SHARE = 0.8
 """Without a promise, this share of the memory that is available now."""
 
@@ -74,14 +76,23 @@ def staging_bytes(windows: Windows) -> int:
     return staging + windows.optimizer_buffers * (4 * windows.chunk_elements + buffer_bytes(windows.chunk_elements))
 
 
+def fixed_bytes(windows: Windows, parameters: int) -> int:
+    """Host memory that is spent whatever the plan of a model with so many parameter tensors."""
+    return staging_bytes(windows) + CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
+
+
 def make_budgets(
-    hw: HardwareProfile, host_memory_bytes: int | None, device_memory_bytes: int | None, windows: Windows
+    hw: HardwareProfile,
+    host_memory_bytes: int | None,
+    device_memory_bytes: int | None,
+    windows: Windows,
+    parameters: int = 0,
 ) -> Budgets:
-    """The budgets of a run; ``InfeasiblePlan`` where not even the fixed part fits."""
+    """The budgets of a run with so many parameter tensors; ``InfeasiblePlan`` where not even the fixed part fits."""
     shared = hw.device == "cpu"
     host = host_memory_bytes or default_host_memory_bytes(hw)
     device = device_memory_bytes or (host if shared else int(hw.device_memory_bytes * 0.9))
-    fixed = staging_bytes(windows) + CAPTURE_BYTES
+    fixed = fixed_bytes(windows, parameters)
     if fixed >= host:
         raise InfeasiblePlan(
             f"host_memory={host:,} bytes is too small for any plan: staging and captured graphs alone take {fixed:,}; "

@@ -79,7 +79,7 @@ def compile(
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
     windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
-    budgets = make_budgets(hw, host, device, windows)
+    budgets = make_budgets(hw, host, device, windows, len(facts))
     _check_largest(facts, budgets.device_memory_bytes)
     request = Request(
         hw=hw,

@@ -19,9 +19,9 @@ class StepReport:
     """What happened between two calls of ``Monitor.step``.
 
     ``lanes_s``: seconds in which a lane (compute, h2d, d2h, ssd, cpu) was busy, however many threads it has.
-    ``stall_s``: seconds for which compute waited for the other lanes. ``used_bytes``: memory in use now that was not
-    there before the model was, ``peak_used_bytes`` the most of it since the monitor was made; both to be held against
-    ``promised_bytes``, the ``host_memory`` of ``lohan_fx.compile``. ``rss_bytes``: all that the process uses.
+    ``stall_s``: seconds for which compute waited for the other lanes. ``rss_bytes``: what the process has in RAM now;
+    ``peak_rss_bytes``: the most of it since the monitor was made; ``promised_rss_bytes``: what it had before
+    ``lohan_fx.compile``, and the ``host_memory`` promised there.
     """
 
     seconds: float
@@ -31,9 +31,7 @@ class StepReport:
     nvme_written_bytes: int
     rss_bytes: int
     peak_rss_bytes: int
-    used_bytes: int
-    peak_used_bytes: int
-    promised_bytes: int
+    promised_rss_bytes: int
 
     def busy(self, lane: str) -> float:
         """The share of the step in which ``lane`` was busy, 0 to 1."""
@@ -49,14 +47,15 @@ class Monitor:
             optimizer.step()
             report = monitor.step()
 
-    Making one lets the process's peak memory begin anew (``process_memory.forget_peak_rss``). What the process had
-    before ``compile`` does not count as used, except for the model's own parameters: they are the runtime's from then
-    on, wherever they are.
+    Making one lets the process's peak memory begin anew (``process_memory.forget_peak_rss``).
+
+    ``other_rss_bytes``: what the process had before ``compile`` beside the model's parameters, which are the runtime's
+    from then on. The peak that a plan predicts (``plan.prediction.peak_bytes["host"]``) comes on top of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._compiled = compiled(model)
-        self._without_model_bytes = self._compiled.rss_before_bytes - self._compiled.original_bytes
+        self.other_rss_bytes = self._compiled.rss_before_bytes - self._compiled.original_bytes
         process_memory.forget_peak_rss()
         self._begin()
 
@@ -71,7 +70,7 @@ class Monitor:
         time_s, totals = self._time_s, self._totals
         read_bytes, written_bytes = self._read_bytes, self._written_bytes
         self._begin()
-        rss_bytes, peak_rss_bytes = process_memory.rss_bytes(), process_memory.peak_rss_bytes()
+        promised_bytes = self._compiled.request().budgets.host_memory_bytes
         between = self._totals.since(totals)
         return StepReport(
             seconds=self._time_s - time_s,
@@ -79,11 +78,9 @@ class Monitor:
             stall_s=between.stall_s,
             nvme_read_bytes=self._read_bytes - read_bytes,
             nvme_written_bytes=self._written_bytes - written_bytes,
-            rss_bytes=rss_bytes,
-            peak_rss_bytes=peak_rss_bytes,
-            used_bytes=rss_bytes - self._without_model_bytes,
-            peak_used_bytes=peak_rss_bytes - self._without_model_bytes,
-            promised_bytes=self._compiled.request().budgets.host_memory_bytes,
+            rss_bytes=process_memory.rss_bytes(),
+            peak_rss_bytes=process_memory.peak_rss_bytes(),
+            promised_rss_bytes=self._compiled.rss_before_bytes + promised_bytes,
         )
 
     @contextmanager

@@ -34,9 +34,13 @@ from lohan_fx.runtime.parameter_stream import wait_for
 
 @dataclass
 class _Swapped:
-    """A tensor that is away: what it looked like and where its bytes are."""
+    """A tensor that is away: what it looked like and where its bytes are.
+
+    ``shown`` is its shape; ``size`` that of what is moved, where dimensions that only repeat (stride 0) have size 1.
+    """
 
     label: str
+    shown: torch.Size
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -92,12 +96,14 @@ class ActivationSwap:
         machine = self._machine
         self._reclaim()
         key = next(self._keys)
+        shown = x.shape
+        x = x.as_strided([1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)], x.stride())
         dense = _is_dense(x)
         flat = _flat_bytes(x if dense else x.contiguous())
         region = self._arena.take(flat.numel()) if tier == Tier.HOST else None
         pieces = [(0, flat.numel())] if region is not None else machine.pieces(flat.numel())
-        left = Arrival(f"swap_out of {tuple(x.shape)}", len(pieces))
-        away = _Swapped(left.label, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region)
+        left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
+        away = _Swapped(left.label, shown, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region)
         if region is None and flat.numel():
             away.extent = self._extent(flat.numel())
         self._away[key] = away
@@ -160,15 +166,18 @@ class ActivationSwap:
         landing = value if away.dense else torch.empty(away.size, dtype=away.dtype, device=machine.device)
         flat = _flat_bytes(landing)
         pieces = [(0, away.nbytes)] if away.region is not None else machine.pieces(away.nbytes)
-        back = Arrival(f"swap_in of {tuple(away.size)}", len(pieces))
+        back = Arrival(f"swap_in of {tuple(away.shown)}", len(pieces))
         after = machine.link.mark()
         back.then(functools.partial(self._give_up_place, away))
         # Reads start only when the writes are done; chained, so that no ssd thread blocks on another one's job.
         away.left.then(functools.partial(self._return, away, back, flat, pieces, after))
-        ops.expect(value, functools.partial(self._landed, back, value, landing))
-        return value
+        shown = value if away.shown == away.size else value.expand(away.shown)
+        # ``shown`` is an argument so that it lives until it is waited for.
+        ops.expect(shown, functools.partial(self._landed, back, value, landing, shown))
+        return shown
 
-    def _landed(self, back: Arrival, value: torch.Tensor, landing: torch.Tensor) -> None:
+    def _landed(self, back: Arrival, value: torch.Tensor, landing: torch.Tensor, shown: torch.Tensor) -> None:
+        del shown
         wait_for(self._machine, back, value)
         if landing is not value:
             value.copy_(landing)

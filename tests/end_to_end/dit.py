@@ -52,12 +52,13 @@ class DiffusionTransformer(nn.Module):
         self.patchify = nn.Conv2d(channels, width, patch, stride=patch)
         self.positions = nn.Parameter(0.02 * torch.randn(1, 16, width))
         self.embed_time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        blocks = [Block(width, heads) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.head = nn.Linear(width, patch * patch * channels)
         self.unpatchify = nn.PixelShuffle(patch)
-        for modulated in (self.modulation, self.head, *(block.modulation for block in self.blocks)):
+        for modulated in (self.modulation, self.head, *(block.modulation for block in blocks)):
             # Zero in the paper; not quite here, so that gradients reach everything from the first step.
             nn.init.normal_(modulated.weight, std=0.02)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -24,10 +25,10 @@ class Case:
     """A model and its data. ``batch`` draws from torch's global generator, as dropout does."""
 
     name: str
-    make: Callable[[], nn.Module]
+    make: Callable[[], Any]
     batch: Callable[[], Batch]
 
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         """The model in training mode, always with the same weights."""
         torch.manual_seed(0)
         return self.make().train()

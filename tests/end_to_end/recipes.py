@@ -44,7 +44,8 @@ class MasterAdamW:
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-            parameter.register_post_accumulate_grad_hook(self._collect)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._collect)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._adam = torch.optim.AdamW(self.masters.values(), **options)
 

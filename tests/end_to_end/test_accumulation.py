@@ -20,7 +20,7 @@ from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weigh
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
-Loop = Callable[[nn.Module, Any], list[float]]
+Loop = Callable[[Any, Any], list[float]]
 Streamed = Callable[..., AbstractContextManager[nn.Module]]
 
 
@@ -120,7 +120,7 @@ def _applied_after_each_of_three(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 3}], ids=["learned", "declared"])
 def test_a_step_with_fewer_backwards_is_exact_and_so_are_the_full_ones_after_it(
-    options: dict[str, int], streamed: Streamed
+    options: dict[str, Any], streamed: Streamed
 ) -> None:
     """As at the end of an epoch whose batches do not fill the last step."""
     assert_exact(steps_of(3, 3, 1, 3, 3), streamed, **options)
@@ -147,7 +147,7 @@ def test_more_backwards_than_expected_are_refused_before_anything_is_computed(st
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}], ids=["learned", "declared"])
-def test_two_forwards_and_then_their_backwards_are_exact(options: dict[str, int], streamed: Streamed) -> None:
+def test_two_forwards_and_then_their_backwards_are_exact(options: dict[str, Any], streamed: Streamed) -> None:
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = steps_of(2)(model, optimizer)
         for _ in range(2):
@@ -166,7 +166,7 @@ def test_two_open_forwards_where_one_backward_was_the_rule_are_exact(streamed: S
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         losses = steps_of(1, 1)(model, optimizer)
         pair = [model(**vectors()).loss for _ in range(2)]
-        sum(pair).backward()  # type: ignore[union-attr]
+        sum(pair).backward()
         optimizer.step()
         optimizer.zero_grad()
         return losses + [loss.item() for loss in pair]

@@ -49,7 +49,7 @@ def adamw(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("policy", ["keep", "lohan"])
 def test_evaluation_between_steps_is_equal_to_plain(policy: str, streamed: Any) -> None:
-    def run(model: nn.Module) -> tuple[list[float], list[torch.Tensor]]:
+    def run(model: Any) -> tuple[list[float], list[torch.Tensor]]:
         optimizer, outputs = adamw(model), []
         losses = train(model, optimizer, GPT2_SHALLOW, 1)
         for length in (16, 9):
@@ -92,7 +92,7 @@ def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
 def test_a_second_shape_trains_the_same_states(streamed: Any) -> None:
     short, long = PERCEPTRON, Case("long", PERCEPTRON.make, lambda: vectors(batch=11))
 
-    def run(model: nn.Module) -> list[float]:
+    def run(model: Any) -> list[float]:
         optimizer = adamw(model)
         losses = train(model, optimizer, short, 2)
         losses += train(model, optimizer, long, 2, seed=None)
@@ -155,7 +155,7 @@ def test_training_resumes_in_another_model_from_both_state_dicts(policy: str, st
 def test_loading_over_a_trained_model_goes_back(streamed: Any) -> None:
     """As at a spike in the loss: parameters and states of an earlier step, in the same compiled model."""
 
-    def run(model: nn.Module) -> list[float]:
+    def run(model: Any) -> list[float]:
         optimizer = adamw(model)
         losses = train(model, optimizer, PERCEPTRON, 2)
         saved = {name: value.clone() for name, value in model.state_dict().items()}

@@ -374,15 +374,21 @@ def with_memory(asked: Problem, **nbytes: int) -> Problem:
     return replace(asked, budgets=budgets)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(("host", "device"), [(51, 10), (51, 10_000), (10_000, 10), (60, 19)])
+TOO_LITTLE = [
+    (policy, shared, host, device)
+    for policy in POLICIES
+    for shared in (True, False)
+    for host, device in ((51, 10), (51, 10_000), (10_000, 10), (60, 19))
+    # On a GPU the last megabyte of host memory is enough for what keeps nothing large there.
+    if shared or device < 20 or policy in ("in-memory", "swap-host")
+]
+
+
+@pytest.mark.parametrize(("policy", "shared", "host", "device"), TOO_LITTLE)
 def test_the_refusal_names_tier_and_missing_bytes_and_what_fits(
     policy: str, shared: bool, host: int, device: int
 ) -> None:
     asked = problem(host * MIB, device * MIB, shared=shared, policy=policy)
-    if planned(asked) is not None:
-        pytest.skip("fits")
     lines = refusal(asked)
     budgets = {"host": asked.budgets.host_memory_bytes, "device": asked.budgets.device_memory_bytes}
     assert all(budgets[tier] == budget for tier, budget, _, _ in lines)

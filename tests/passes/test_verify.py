@@ -16,6 +16,7 @@ from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.verify import ORDER, verify
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from tests.passes.fake_runtime import eager, run
 from tests.passes.graphs import DECISIONS, MODELS, PASSES, Captured, both, captured, mixed, nodes, plan_for, rewrite
 
 aten = torch.ops.aten
@@ -107,6 +108,25 @@ def test_no_node_can_be_spared(name: str, kind: str) -> None:
         message = refused(halves, plan)
         assert any(word in message for word in [node.name, subject, subject.replace(".", "_"), *users])
         assert "\n  -> " in message or "hands over" in message
+
+
+@pytest.mark.parametrize("kind", ["wait-for-fetch", "wait-for-swap-in"])
+def test_without_a_wait_the_numbers_are_wrong_too(kind: str) -> None:
+    """So the fake runtime would have noticed what the verifier did not."""
+    found = captured("two-layers")
+    halves, _ = scheduled("two-layers", "swap-host")
+    _, backward = both(halves)
+    remove(backward, KINDS[kind](backward)[0])
+    assert not run(halves, found).equals(eager(found))
+
+
+def test_after_an_early_swap_out_the_numbers_are_wrong_too() -> None:
+    found = captured("two-layers")
+    halves, _ = scheduled("two-layers", "swap-host")
+    forward, _ = both(halves)
+    (swap,) = (n for n in nodes(forward, ops.SWAP_OUT) if meta.origin(n) == "relu")
+    swap.all_input_nodes[0].append(swap)
+    assert not run(halves, found).equals(eager(found))
 
 
 # --- other ways to break them ---------------------------------------------------------------------------------

@@ -40,21 +40,32 @@ def test_the_first_step_is_held_and_teaches_how_many_backwards_there_are() -> No
     assert step_of(found, 3) == [False, False, False]
     assert found.expected == 3
     assert step_of(found, 3) == [False, False, True]
-    assert step_of(found, 2) == [False, False]  # fewer: held to the end, and the next step is taken to be like it
+
+
+def test_fewer_are_held_to_the_end_and_believed_the_second_time() -> None:
+    found = MicroBatches()
+    step_of(found, 3)
+    assert step_of(found, 2) == [False, False]  # the rest of an epoch
+    assert step_of(found, 3) == [False, False, True]
+    assert step_of(found, 2) == step_of(found, 2) == [False, False]
     assert step_of(found, 2) == [False, True]
 
 
 def test_it_may_be_told() -> None:
     found = MicroBatches()
-    found.expected = 2
+    found.declare(2)
+    assert step_of(found, 2) == [False, True]
+    for _ in range(3):
+        assert step_of(found, 1) == [False]
     assert step_of(found, 2) == [False, True]
 
 
 def test_a_step_without_backward_teaches_nothing() -> None:
     found = MicroBatches()
-    found.expected = 2
+    step_of(found, 2)
     found.step_ends()
-    assert found.expected == 2
+    found.step_ends()
+    assert step_of(found, 2) == [False, True]
 
 
 def test_more_backwards_than_expected_are_refused_before_anything_runs() -> None:
@@ -94,7 +105,7 @@ def test_a_backward_of_a_forward_before_the_step_is_counted_in_its_own() -> None
     found = MicroBatches()
     forward(found)
     found.step_ends()
-    found.expected = 1
+    found.declare(1)
     assert backward(found)
     found.step_ends()
     assert step_of(found, 1) == [True]
@@ -183,7 +194,7 @@ def test_writing_states_tears_and_mends_nothing_by_itself() -> None:
 def test_what_is_applied_is_applied_once_and_last(calls: list[str], told: int | None) -> None:
     """After a backward that applied, no other backward of its step runs: it is refused."""
     found = MicroBatches()
-    found.expected = told
+    found.declare(told)
     open_forwards = 0
     applied = False
     for call in calls:

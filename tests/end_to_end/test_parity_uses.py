@@ -1,0 +1,184 @@
+"""Ways to use a model that are not one loss from one call: each is exact, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lohan_fx
+from lohan_fx.errors import StepError
+from lohan_fx.hardware import HardwareProfile
+from tests.end_to_end.models import PERCEPTRON, Case, vectors
+from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, train, weights_of
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+POLICIES = ("swap-nvme", "recompute")
+
+Use = Callable[[nn.Module, Any], list[float]]
+
+
+class Pair(nn.Module):
+    """Returns no loss but two tensors, one of them an activation; calls one layer twice, one under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.gelu(self.twice(F.gelu(self.first(x))))
+        hidden = checkpoint(self._again, hidden, use_reentrant=False)
+        return self.last(hidden), hidden
+
+    def _again(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dropout(torch.tanh(self.twice(hidden)))
+
+
+def losses_outside(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        output, hidden = model(torch.randn(4, 24))
+        loss = output.square().mean() + hidden.abs().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def gradients_of_inputs(model: nn.Module, optimizer: Any) -> list[float]:
+    found = []
+    for _ in range(3):
+        x = torch.randn(4, 24, requires_grad=True)
+        model(x)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert x.grad is not None
+        found += x.grad.flatten().tolist()
+    return found
+
+
+def freezing_and_thawing(model: nn.Module, optimizer: Any) -> list[float]:
+    losses = losses_outside(model, optimizer, 2)
+    model.twice.requires_grad_(False)
+    losses += losses_outside(model, optimizer, 2)
+    model.twice.requires_grad_(True)
+    return losses + losses_outside(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("use", [losses_outside, gradients_of_inputs, freezing_and_thawing])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_uses_are_exact(policy: str, use: Use, hw: HardwareProfile, tmp_path: Path) -> None:
+    expected, model = _build(), _build()
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    return Pair().train()
+
+
+def _compile(
+    model: nn.Module, hw: HardwareProfile, nvme: Path, policy: str, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    nvme.mkdir(exist_ok=True)
+    return lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=dtype, policy=policy, host_memory="2GiB")
+
+
+def test_two_backwards_through_one_graph_are_exact_if_it_is_kept(hw: HardwareProfile, tmp_path: Path) -> None:
+    def use(model: nn.Module, optimizer: Any) -> None:
+        output, hidden = model(torch.ones(4, 24))
+        output.sum().backward(retain_graph=True)
+        hidden.sum().backward()
+        optimizer.step()
+
+    expected, model = _build(), _build()
+    torch.manual_seed(1)
+    use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "keep")):
+        torch.manual_seed(1)
+        use(model, lohan_fx.AdamW(model.parameters(), lr=LR))
+    assert_same_weights(weights_of(model), weights_of(expected))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        with pytest.raises(StepError, match="retain_graph"):
+            use(model, optimizer)
+        optimizer.zero_grad()
+        losses_outside(model, optimizer, 1)
+
+
+def test_two_models_train_side_by_side(hw: HardwareProfile, tmp_path: Path) -> None:
+    """A student that learns from a teacher that learns too."""
+
+    def use(teacher: nn.Module, student: nn.Module, kind: Any) -> list[float]:
+        torch.manual_seed(1)
+        of_teacher, of_student = (kind.AdamW(m.parameters(), lr=LR) for m in (teacher, student))
+        losses = []
+        for _ in range(3):
+            losses += losses_outside(teacher, of_teacher, 1)
+            x = torch.randn(4, 24)
+            with torch.no_grad():
+                wanted = teacher(x)[0]
+            loss = F.mse_loss(student(x)[0], wanted)
+            loss.backward()
+            of_student.step()
+            of_student.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected, models = (_build(), _build()), (_build(), _build())
+    wanted = use(*expected, torch.optim)
+    teacher = lohan_fx.releasing(_compile(models[0], hw, tmp_path / "teacher", "swap-nvme"))
+    student = lohan_fx.releasing(_compile(models[1], hw, tmp_path / "student", "recompute"))
+    with teacher, student:
+        assert use(*models, lohan_fx) == wanted
+    for found, plain in zip(models, expected, strict=True):
+        assert_same_weights(weights_of(found), weights_of(plain))
+
+
+def test_a_frozen_bf16_base_with_a_trained_head(hw: HardwareProfile, tmp_path: Path) -> None:
+    """The values of a frozen parameter are streamed in bf16 and come back as they were brought."""
+
+    def build() -> nn.Module:
+        model = PERCEPTRON.build()
+        model.up.requires_grad_(False)
+        return model
+
+    expected, model, start = build(), build(), weights_of(build())
+    recipe = MasterAdamW(expected, lr=LR)
+    wanted = train(torch.compile(expected, backend="aot_eager", dynamic=False), recipe, PERCEPTRON)
+    torch._dynamo.reset()
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme", torch.bfloat16)):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert train(model, lohan_fx.AdamW(trained, lr=LR), PERCEPTRON) == wanted
+        values = model.state_dict()
+    for found in (values, weights_of(model)):
+        assert_same_weights(found, {name: master.detach() for name, master in recipe.masters.items()})
+        assert torch.equal(found["up.weight"], start["up.weight"])
+
+
+def test_a_bf16_model_has_fp32_masters_and_stays_bf16(hw: HardwareProfile, tmp_path: Path) -> None:
+    case = Case("bf16", lambda: PERCEPTRON.make().bfloat16(), vectors)
+    expected, model = case.build(), case.build()
+    recipe = MasterAdamW(expected, lr=1e-5)
+    wanted = train(torch.compile(expected, backend="aot_eager", dynamic=False), recipe, case)
+    torch._dynamo.reset()
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "recompute", torch.bfloat16)):
+        assert train(model, lohan_fx.AdamW(model.parameters(), lr=1e-5), case) == wanted
+        masters = model.state_dict()
+    assert_same_weights(masters, {name: master.detach() for name, master in recipe.masters.items()})
+    assert_same_weights(weights_of(model), {name: p.detach() for name, p in expected.named_parameters()})
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,255 @@
+"""Activations away and back through a real store: the same bits, every place free again, every failure told in time."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lohan_fx import ops
+from lohan_fx.errors import LohanError, StepError, StoreError
+from lohan_fx.runtime.activation_swap import ActivationSwap
+from lohan_fx.runtime.host_arena import HostArena
+from lohan_fx.runtime.machine import Machine
+from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
+from tests.runtime.rig import ARENA_BYTES, IO_BYTES, machine
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+TIERS = ("host", "nvme")
+PATIENCE_S = 30.0
+
+
+class Rig:
+    def __init__(self, machine: Machine, backend: FaultyBackend) -> None:
+        self.machine = machine
+        self.backend = backend
+        self.arena = HostArena(machine.pool.acquire("activations"))
+        self.swap = ActivationSwap(machine, self.arena)
+
+    def back(self, handle: torch.Tensor) -> torch.Tensor:
+        value = self.swap.swap_in(handle)
+        ops._wait(value)
+        return value
+
+    def whole(self) -> bool:
+        """Whether nobody holds a place in host memory."""
+        region = self.arena.take(ARENA_BYTES)
+        if region is not None:
+            self.arena.give_back(region)
+        return region is not None
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    backend = FaultyBackend()
+    with machine(tmp_path, backend) as made:
+        yield Rig(made, backend)
+        gc.collect()
+        assert not ops._expected.arrivals
+
+
+VALUES: dict[str, Callable[[], torch.Tensor]] = {
+    "matrix": lambda: torch.randn(30, 40),
+    "larger than a transfer": lambda: torch.randn(3 * IO_BYTES // 4 + 5),
+    "scalar": lambda: torch.randn(()),
+    "nothing": lambda: torch.empty(0, 7),
+    "bfloat16": lambda: torch.randn(33, 5).bfloat16(),
+    "bool": lambda: torch.rand(100) > 0.5,
+    "int64": lambda: torch.arange(77),
+    "transposed": lambda: torch.randn(8, 9, 10).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "every other row": lambda: torch.randn(20, 6)[::2],
+    "expanded": lambda: torch.randn(1, 6).expand(20, 6),
+    "a slice": lambda: torch.randn(50)[7:20],
+    "an expanded slice": lambda: torch.randn(9, 1, 6)[::2].expand(5, 4, 6),
+    "a row of ones": lambda: torch.ones(1, 1, 5).transpose(0, 2),
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", VALUES)
+def test_the_same_bits_shape_and_strides_come_back(name: str, tier: str, rig: Rig) -> None:
+    x = VALUES[name]()
+    expected, stride = x.clone(), x.stride()
+    handle = rig.swap.swap_out(x, tier)
+    assert (handle.dtype, tuple(handle.shape), handle.untyped_storage().nbytes()) == (torch.uint8, (0,), 0)
+    del x
+    assert rig.swap.away == 1
+    value = rig.back(handle)
+    assert torch.equal(value, expected) and value.dtype == expected.dtype and value.stride() == stride
+    assert rig.swap.away == 0 and rig.whole()
+
+
+def test_many_at_once_in_any_order(rig: Rig) -> None:
+    values = [torch.full((500 + i,), float(i)) for i in range(20)]
+    handles = [rig.swap.swap_out(value, TIERS[i % 2]) for i, value in enumerate(values)]
+    assert rig.swap.away == 20
+    for i in reversed(range(20)):
+        assert torch.equal(rig.back(handles[i]), values[i])
+    assert rig.swap.away == 0 and rig.whole()
+
+
+def test_the_tensor_is_held_only_until_it_has_left(rig: Rig) -> None:
+    x = torch.randn(1000)
+    alive = threading.Event()
+    finalizer = torch.utils.weak.WeakTensorKeyDictionary()
+    finalizer[x] = alive
+    handle = rig.swap.swap_out(x, "nvme")
+    del x
+    rig.machine.drain(PATIENCE_S)
+    assert len(finalizer) == 0
+    rig.back(handle)
+
+
+def test_what_does_not_fit_in_host_memory_goes_to_the_store(rig: Rig) -> None:
+    values = [torch.full((ARENA_BYTES // 8,), float(i)) for i in range(4)]
+    handles = [rig.swap.swap_out(value, "host") for value in values]
+    rig.machine.drain(PATIENCE_S)
+    assert rig.machine.store.bytes_written == 2 * ARENA_BYTES // 2
+    assert all(torch.equal(rig.back(handle), value) for handle, value in zip(handles, values, strict=True))
+    assert rig.whole()
+
+
+def test_places_in_the_store_are_used_again(rig: Rig) -> None:
+    x = torch.randn(3000)
+    rig.swap.prepare([x.nbytes, x.nbytes])
+    allocated = rig.machine.store.nbytes_allocated
+    for _ in range(5):
+        handles = [rig.swap.swap_out(x, "nvme") for _ in range(2)]
+        for handle in handles:
+            assert torch.equal(rig.back(handle), x)
+    rig.swap.prepare([x.nbytes])
+    assert rig.machine.store.nbytes_allocated == allocated
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_abandoned_tensor_gives_its_place_back(tier: str, rig: Rig) -> None:
+    x = torch.randn(2000)
+    rig.swap.prepare([x.nbytes])
+    allocated = rig.machine.store.nbytes_allocated
+    for _ in range(5):
+        handle = rig.swap.swap_out(x, tier)
+        del handle
+        assert rig.swap.away == 0
+        rig.machine.drain(PATIENCE_S)
+    assert torch.equal(rig.back(rig.swap.swap_out(x, tier)), x)
+    assert rig.machine.store.nbytes_allocated == allocated
+    rig.swap.prepare([])
+    assert rig.whole()
+
+
+def test_the_collector_may_abandon_a_tensor_at_any_moment(rig: Rig) -> None:
+    """Also inside the locks of the arena and of the arrival, on the same thread: nothing there is taken again."""
+    handle = rig.swap.swap_out(torch.randn(100), "host")
+    (away,) = rig.swap._away.values()
+    ended = threading.Event()
+
+    def die() -> None:
+        nonlocal handle
+        with rig.arena._lock, away.left._lock:
+            del handle
+        ended.set()
+
+    threading.Thread(target=die, daemon=True).start()
+    assert ended.wait(PATIENCE_S)
+    rig.machine.drain(PATIENCE_S)
+    rig.swap.prepare([])
+    assert rig.whole()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_handle_is_good_once(tier: str, rig: Rig) -> None:
+    handle = rig.swap.swap_out(torch.randn(10), tier)
+    rig.back(handle)
+    with pytest.raises(StepError, match=r"second time.*retain_graph=True.*run the forward again"):
+        rig.swap.swap_in(handle)
+
+
+# --- failures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault", [errno.EIO, errno.ENOSPC, Short(100), Claim(0)], ids=["EIO", "ENOSPC", "a part", "nothing"]
+)
+@pytest.mark.parametrize("piece", [0, 2])
+def test_a_write_that_fails(fault: Fault, piece: int, rig: Rig) -> None:
+    x = torch.randn(3 * IO_BYTES // 4)
+    rig.backend.faults["pwritev"] = [None] * piece + [fault]
+    handle = rig.swap.swap_out(x, "nvme")
+    rig.machine.drain(PATIENCE_S)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="writing .* of extent 'activation:0'"):
+            rig.swap.raise_failure()
+    with pytest.raises(StoreError, match="writing .* of extent 'activation:0'"):
+        rig.back(handle)
+    rig.swap.raise_failure()
+    allocated = rig.machine.store.nbytes_allocated
+    assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
+    assert rig.machine.store.nbytes_allocated == allocated  # in the same place
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, Short(100), Claim(0)], ids=["EIO", "a part", "nothing"])
+@pytest.mark.parametrize("piece", [0, 2])
+def test_a_read_that_fails(fault: Fault, piece: int, rig: Rig) -> None:
+    x = torch.randn(3 * IO_BYTES // 4)
+    handle = rig.swap.swap_out(x, "nvme")
+    rig.machine.drain(PATIENCE_S)
+    rig.backend.faults["preadv"] = [None] * piece + [fault]
+    with pytest.raises(StoreError, match="reading .* of extent 'activation:0'"):
+        rig.back(handle)
+    assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_copy_that_fails(direction: str, tier: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise MemoryError("out of staging")
+
+    x = torch.randn(3 * IO_BYTES // 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.machine.link, direction, fails, raising=True)
+        handle = rig.swap.swap_out(x, tier)
+        with pytest.raises(MemoryError):
+            rig.back(handle)
+    assert torch.equal(rig.back(rig.swap.swap_out(x, tier)), x)
+    rig.swap.prepare([])
+    assert rig.whole()
+
+
+def test_a_graph_that_fails_while_a_tensor_is_on_its_way(rig: Rig) -> None:
+    x = torch.randn(3000)
+    handle = rig.swap.swap_out(x, "nvme")
+    with pytest.raises(ZeroDivisionError), ops.expecting():
+        rig.swap.swap_in(handle)
+        raise ZeroDivisionError
+    assert not ops._expected.arrivals
+    assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
+
+
+def test_no_space_for_another_place(rig: Rig) -> None:
+    rig.backend.faults["fallocate"] = [errno.ENOSPC]
+    with pytest.raises(StoreError, match="No space left"):
+        rig.swap.swap_out(torch.randn(10), "nvme")
+    assert rig.swap.away == 0
+    assert rig.back(rig.swap.swap_out(torch.ones(10), "nvme")).sum() == 10
+
+
+def test_closing_with_transfers_under_way(tmp_path: Path) -> None:
+    with machine(tmp_path) as made:
+        swap = ActivationSwap(made, HostArena(None))
+        handles = [swap.swap_out(torch.randn(5000), "nvme") for _ in range(30)]
+        value = swap.swap_in(handles.pop())
+        started_s = time.monotonic()
+        made.close()
+        assert time.monotonic() - started_s < PATIENCE_S
+        with pytest.raises(LohanError, match=r"lane 'd2h' is closed: cannot submit 'swap_out of \(3,\)'"):
+            swap.swap_out(torch.randn(3), "host")
+        ops._expected.arrivals.pop(value._cdata)

@@ -1,0 +1,354 @@
+"""The out-of-core optimizer against ``torch.optim``, in chunks, held, over every kind of home; and each way to fail."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
+from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer, Purpose
+from lohan_fx.runtime.slots import ParameterSlot, Residency
+from lohan_fx.runtime.states import States
+from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
+from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+OPTIONS = AdamOptions(
+    lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=False
+)
+PATIENCE_S = 30.0
+ELEMENTS = 3 * CHUNK_ELEMENTS + 77
+"""Four chunks, the last one short: more than there are buffers."""
+
+
+class Rig:
+    """Two parameters in the store, one of several chunks, and their copies that ``torch.optim`` updates."""
+
+    def __init__(self, machine: Machine, backend: FaultyBackend, *, compute: torch.dtype, window_bytes: int) -> None:
+        self.machine = machine
+        self.backend = backend
+        self.slots = {0: parameter("long", ELEMENTS, slot=0, compute=compute), 1: parameter("small", 5, 5, slot=1, compute=compute)}
+        self.residency = {slot: Residency() for slot in self.slots}
+        self.states = States(machine.store, self.slots, self.residency)
+        self.states.chunk_elements = CHUNK_ELEMENTS
+        self.optimizer = OutOfCoreOptimizer(
+            machine, self.slots, self.residency, chunk_elements=CHUNK_ELEMENTS, window_bytes=window_bytes
+        )
+        self.expected = {}
+        for slot, found in self.slots.items():
+            machine.store.allocate(found.extents(CHUNK_ELEMENTS))
+            value = torch.randn(found.shape, generator=torch.Generator().manual_seed(slot))
+            self.states.write_parameter(slot, value)
+            self.expected[slot] = nn.Parameter(value)
+        self.reference = torch.optim.AdamW(self.expected.values(), lr=0.01, foreach=False)
+
+    def gradient(self, slot: int, seed: int) -> torch.Tensor:
+        found = self.slots[slot]
+        return torch.randn(found.shape, generator=torch.Generator().manual_seed(100 + seed)).to(found.compute_dtype)
+
+    def offer(self, seed: int, purpose: Purpose = Purpose.APPLY) -> None:
+        for slot in self.slots:
+            if purpose is Purpose.HOLD:
+                self.states.make_room_to_hold(slot)
+            self.optimizer.offer(slot, self.gradient(slot, seed), purpose, OPTIONS if purpose is Purpose.APPLY else None)
+
+    def reference_step(self, *seeds: int) -> None:
+        for slot, found in self.expected.items():
+            found.grad = sum((self.gradient(slot, seed).float() for seed in seeds), torch.zeros(found.shape))
+        self.reference.step()
+
+    def same(self) -> None:
+        for slot, found in self.expected.items():
+            assert torch.equal(self.states.read_parameter(slot), found)
+            for ours, name in zip(self.states.read_moments(slot), ("exp_avg", "exp_avg_sq"), strict=True):
+                assert torch.equal(ours, self.reference.state[found][name])
+            assert self.residency[slot].updates == int(self.reference.state[found]["step"])
+            streamed = self.states._read(
+                self.slots[slot].streamed_extent, self.slots[slot].numel, self.slots[slot].compute_dtype
+            )
+            assert torch.equal(streamed, found.detach().reshape(-1).to(streamed.dtype))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def any_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    yield from rigged(tmp_path, compute=request.param)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    yield from rigged(tmp_path)
+
+
+def rigged(directory: Path, *, compute: torch.dtype = torch.float32, window_bytes: int = 1 << 30) -> Iterator[Rig]:
+    backend = FaultyBackend()
+    with machine(directory, backend) as made:
+        yield Rig(made, backend, compute=compute, window_bytes=window_bytes)
+
+
+# --- numbers --------------------------------------------------------------------------------------------------
+
+
+def test_updates_are_those_of_torch(any_rig: Rig) -> None:
+    for seed in range(3):
+        any_rig.offer(seed)
+        any_rig.optimizer.barrier(PATIENCE_S)
+        any_rig.reference_step(seed)
+        any_rig.same()
+
+
+def test_what_is_held_is_summed_in_order(any_rig: Rig) -> None:
+    for first in (0, 10):
+        for seed in range(first, first + 3):
+            any_rig.offer(seed, Purpose.HOLD)
+            any_rig.optimizer.barrier(PATIENCE_S)
+        any_rig.offer(first + 3)
+        any_rig.optimizer.barrier(PATIENCE_S)
+        any_rig.reference_step(first, first + 1, first + 2, first + 3)
+        any_rig.same()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_is_held_can_be_applied_later(in_memory: bool, any_rig: Rig) -> None:
+    any_rig.states.hold_bytes = 1 << 20 if in_memory else 0
+    for seed in range(2):
+        any_rig.offer(seed, Purpose.HOLD)
+        any_rig.optimizer.barrier(PATIENCE_S)
+    assert all((found.held is not None) is in_memory for found in any_rig.residency.values())
+    for slot in any_rig.slots:
+        any_rig.optimizer.apply_held(slot, OPTIONS)
+    any_rig.optimizer.barrier(PATIENCE_S)
+    any_rig.states.forget_held()
+    any_rig.reference_step(0, 1)
+    any_rig.same()
+
+
+@pytest.mark.parametrize("resident", [("master",), ("compute",), ("master", "compute")], ids=" and ".join)
+def test_states_may_be_in_memory(resident: tuple[str, ...], any_rig: Rig) -> None:
+    for slot, found in any_rig.slots.items():
+        home = any_rig.residency[slot]
+        value = any_rig.states.read_parameter(slot).reshape(-1)
+        if "master" in resident:
+            home.exp_avg, home.exp_avg_sq = (torch.zeros(found.numel) for _ in range(2))
+            home.master = value
+        if "compute" in resident:
+            home.compute = value if found.is_master and home.master is not None else value.to(found.compute_dtype, copy=True)
+            home.on_device = True
+    for seed in range(2):
+        any_rig.offer(seed, Purpose.HOLD)
+        any_rig.optimizer.barrier(PATIENCE_S)
+        any_rig.offer(seed + 10)
+        any_rig.optimizer.barrier(PATIENCE_S)
+        any_rig.reference_step(seed, seed + 10)
+    for slot, expected in any_rig.expected.items():
+        home, found = any_rig.residency[slot], any_rig.slots[slot]
+        assert torch.equal(any_rig.states.read_parameter(slot), expected)
+        if home.compute is not None:
+            assert torch.equal(home.compute, expected.detach().reshape(-1).to(found.compute_dtype))
+        else:
+            assert torch.equal(
+                any_rig.states._read(found.streamed_extent, found.numel, found.compute_dtype),
+                expected.detach().reshape(-1).to(found.compute_dtype),
+            )
+
+
+def test_a_gradient_may_have_any_strides_and_may_die_at_once(rig: Rig) -> None:
+    gradient = rig.gradient(1, 0)
+    rig.optimizer.offer(1, gradient.t().contiguous().t(), Purpose.APPLY, OPTIONS)
+    del gradient
+    rig.optimizer.offer(0, rig.gradient(0, 0), Purpose.APPLY, OPTIONS)
+    rig.optimizer.barrier(PATIENCE_S)
+    rig.reference_step(0)
+    rig.same()
+
+
+def test_a_parameter_of_no_elements(tmp_path: Path) -> None:
+    with machine(tmp_path) as made:
+        slots = {0: parameter("empty", 0, 7)}
+        residency = {0: Residency()}
+        optimizer = OutOfCoreOptimizer(made, slots, residency, chunk_elements=CHUNK_ELEMENTS, window_bytes=1)
+        for purpose in (Purpose.HOLD, Purpose.APPLY):
+            optimizer.offer(0, torch.empty(0, 7), purpose, OPTIONS)
+            optimizer.barrier(PATIENCE_S)
+        assert residency[0].updates == 1
+
+
+# --- the window -----------------------------------------------------------------------------------------------
+
+
+def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path) -> None:
+    for rig in rigged(tmp_path, window_bytes=4 * ELEMENTS):
+        gate = threading.Event()
+        rig.machine.d2h.submit(gate.wait)
+        rig.optimizer.offer(0, rig.gradient(0, 0), Purpose.APPLY, OPTIONS)  # fills the window
+        offered = threading.Event()
+
+        def offer_more(rig: Rig = rig, offered: threading.Event = offered) -> None:
+            rig.optimizer.offer(1, rig.gradient(1, 0), Purpose.APPLY, OPTIONS)
+            offered.set()
+
+        thread = threading.Thread(target=offer_more)
+        thread.start()
+        assert not offered.wait(0.2)
+        gate.set()
+        assert offered.wait(PATIENCE_S)
+        thread.join()
+        rig.optimizer.barrier(PATIENCE_S)
+        rig.reference_step(0)
+        rig.same()
+        assert rig.machine.timeline.stall_s > 0
+
+
+def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path) -> None:
+    for rig in rigged(tmp_path, window_bytes=1):
+        for seed in range(2):
+            rig.offer(seed)
+            rig.optimizer.barrier(PATIENCE_S)
+            rig.reference_step(seed)
+        rig.same()
+
+
+def test_a_barrier_in_vain_says_how_much_is_missing(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.machine.d2h.submit(gate.wait)
+    rig.offer(0)
+    with pytest.raises(LaneTimeout, match=r"waited 0\.05 s for the optimizer: 5 chunks are unfinished"):
+        rig.optimizer.barrier(0.05)
+    gate.set()
+    rig.optimizer.barrier(PATIENCE_S)
+    rig.reference_step(0)
+    rig.same()
+
+
+# --- failures -------------------------------------------------------------------------------------------------
+
+
+def fails_once(rig: Rig, kind: type[BaseException], match: str) -> None:
+    """The barrier raises the failure itself, soon; after it everything raises ``StepError`` until ``settle``."""
+    started_s = time.monotonic()
+    with pytest.raises(kind, match=match):
+        rig.optimizer.barrier(PATIENCE_S)
+    for again in (lambda: rig.optimizer.barrier(PATIENCE_S), lambda: rig.offer(5)):
+        with pytest.raises(StepError, match="the optimizer failed earlier"):
+            again()
+    assert time.monotonic() - started_s < PATIENCE_S
+    rig.optimizer.settle(PATIENCE_S)
+    rig.states.forget_held()
+    rig.optimizer.barrier(PATIENCE_S)
+
+
+def starts_over(rig: Rig) -> None:
+    """All is written anew, and updates are torch's again."""
+    rig.reference.state.clear()
+    for slot, found in rig.expected.items():
+        rig.states.write_parameter(slot, found.detach())
+        rig.states.write_moments(slot, torch.zeros(found.shape), torch.zeros(found.shape))
+        rig.residency[slot].updates = 0
+    for seed in range(2):
+        rig.offer(seed)
+        rig.optimizer.barrier(PATIENCE_S)
+        rig.reference_step(seed)
+    rig.same()
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC, Short(100), Claim(0)], ids=["EIO", "ENOSPC", "a part", "nothing"])
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_write_that_fails(fault: Fault, skipped: int, rig: Rig) -> None:
+    rig.backend.faults["pwritev"] = [None] * skipped + [fault]
+    rig.offer(0)
+    fails_once(rig, StoreError, "writing .* of extent '(long|small):")
+    starts_over(rig)
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, Short(100), Claim(0)], ids=["EIO", "a part", "nothing"])
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_read_that_fails(fault: Fault, skipped: int, rig: Rig) -> None:
+    rig.backend.faults["preadv"] = [None] * skipped + [fault]
+    rig.offer(0)
+    fails_once(rig, StoreError, "reading .* of extent '(long|small):")
+    starts_over(rig)
+
+
+def test_everything_fails_at_once(rig: Rig) -> None:
+    rig.backend.faults.update(preadv=[errno.EIO] * 100, pwritev=[errno.EIO] * 100)
+    rig.offer(0)
+    fails_once(rig, StoreError, "Input/output error")
+    rig.backend.faults.clear()
+    starts_over(rig)
+
+
+def test_a_copy_from_the_device_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.machine.link, "copy_out", raises(MemoryError("no staging")), raising=True)
+        rig.offer(0)
+        fails_once(rig, MemoryError, "no staging")
+    starts_over(rig)
+
+
+def test_arithmetic_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("lohan_fx.runtime.adam.update", raises(ZeroDivisionError("beta")))
+        rig.offer(0)
+        fails_once(rig, ZeroDivisionError, "beta")
+    starts_over(rig)
+
+
+@pytest.mark.parametrize("lane", ["cpu", "ssd"])
+def test_a_lane_that_takes_no_more_jobs(lane: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is handed on may be lost without those who wait for it hearing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(rig.machine, lane), "submit", raises(LohanError(f"lane {lane} is closed")))
+        rig.offer(0)
+        fails_once(rig, LohanError, f"lane {lane} is closed")
+    starts_over(rig)
+
+
+def test_a_lane_that_takes_no_more_gradients(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.machine.d2h, "submit", raises(LohanError("lane d2h is closed")))
+        with pytest.raises(LohanError, match="closed"):
+            rig.offer(0)
+        fails_once(rig, LohanError, "closed")
+    starts_over(rig)
+
+
+def test_a_failure_wakes_those_who_wait_for_the_window(tmp_path: Path) -> None:
+    for rig in rigged(tmp_path, window_bytes=1):
+        rig.backend.faults["preadv"] = [errno.EIO] * 100
+        started_s = time.monotonic()
+        with pytest.raises((StoreError, StepError)):
+            for seed in range(100):
+                rig.offer(seed)
+        assert time.monotonic() - started_s < PATIENCE_S
+        rig.backend.faults.clear()
+        rig.optimizer.settle(PATIENCE_S)
+        starts_over(rig)
+
+
+def test_the_failure_keeps_no_frames_alive(rig: Rig) -> None:
+    """What is raised is a copy: the traceback of a whole backward must not stay with the optimizer."""
+    rig.backend.faults["preadv"] = [errno.EIO]
+    rig.offer(0)
+    with pytest.raises(StoreError) as caught:
+        rig.optimizer.barrier(PATIENCE_S)
+    assert rig.optimizer._error is not caught.value
+    assert str(rig.optimizer._error) == str(caught.value)
+    rig.optimizer.settle(PATIENCE_S)
+    starts_over(rig)
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
