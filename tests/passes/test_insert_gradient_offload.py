@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,6 +86,38 @@ def test_gradients_of_inputs_stay_outputs() -> None:
     assert halves.backward is not None
     returned = outputs_of(halves.backward)
     assert [value is None for value in returned] == [True, True, False, True]
+
+
+class Scaled(torch.nn.Module):
+    """Its weight's gradient is there before the weight has been used for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.weight = torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * torch.tanh(self.first(x))).sum()
+
+
+def test_a_gradient_that_is_complete_waits_for_the_last_use_of_its_parameter() -> None:
+    found = capture(Scaled(), torch.linspace(-1, 1, 12).view(3, 4))
+    halves = rewrite(found, plan_for(found, Recompute()), upto=insert_gradient_offload)
+    assert halves.backward is not None
+    order = list(halves.backward.graph.nodes)
+    offload = next(n for n in order if n.name == "offload_grad_weight")
+    wait = next(n for n in order if n.name == "wait_weight")
+    complete = order.index(offload.all_input_nodes[0])
+    assert complete < max(order.index(user) for user in wait.users) < order.index(offload)
+    assert run(halves, found, resident=range(3)).equals(eager(found))
+
+
+def test_the_gradient_of_a_parameter_that_is_not_trained_stays_an_output() -> None:
+    found = captured("two-layers")
+    frozen = {name: replace(p, trainable=p.name != "first.bias") for name, p in found.parameters.items()}
+    halves = rewrite(replace(found, parameters=frozen), plan_for(found, Keep()), upto=insert_gradient_offload)
+    assert halves.backward is not None
+    assert [value is None for value in outputs_of(halves.backward)] == [True, False, True, True]
 
 
 class Bias(torch.nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch.fx import Node
 
@@ -124,8 +126,12 @@ def test_slots_are_given_out_one_by_one_and_tiers_are_the_plans() -> None:
 
 
 def test_outputs_of_the_model_are_never_swapped() -> None:
+    """Not even by a plan that says so."""
     found = captured("branches")
-    halves = rewrite(found, plan_for(found, Swap(Tier.HOST)), upto=insert_swaps)
+    plan = plan_for(found, Swap(Tier.HOST))
+    middle = str(outputs_of(found.joint)[0])
+    named = replace(plan, activations=(*plan.activations, replace(plan.activations[0], node=middle)))
+    halves = rewrite(found, named, upto=insert_swaps)
     outputs = {str(n) for n in outputs_of(halves.forward)[: halves.num_outputs]}
     assert outputs and not outputs & {meta.origin(n) for n in nodes(halves.forward, ops.SWAP_OUT)}
 

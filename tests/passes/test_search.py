@@ -248,10 +248,22 @@ def test_parts_of_one_op_are_saved_together() -> None:
     assert (set(choice.saved), set(choice.recomputed)) == ({"a", "b"}, {"c"})
 
 
+def _values(graph: nx.DiGraph, seconds: dict[str, float], savable: str) -> ActivationGraph:
+    """Savable ones (a letter each) of a byte, all needed."""
+    activations = {name: Activation(name, "op", name, "", "", 1) for name in savable}
+    return ActivationGraph(graph, dict.fromkeys(seconds, 0), seconds, activations, frozenset(savable), frozenset())
+
+
 def test_a_value_that_spares_nothing_yet_is_tried_again() -> None:
-    """``view`` and ``free`` cost nothing themselves; what they spare is known once ``dear`` has no other reader."""
-    graph = nx.DiGraph([("dear", "free"), ("dear", "cheap")])
-    activations = {name: Activation(name, "op", name, "", "", 1) for name in ("free", "cheap")}
-    seconds = {"dear": 5.0, "free": 0.0, "cheap": 1.0}
-    found = ActivationGraph(graph, dict.fromkeys(seconds, 0), seconds, activations, frozenset(activations), frozenset())
-    assert search(found, lambda saved, again: again).recomputed == set()
+    """Both read ``shared``, which can go when both are saved; ``a`` is looked at first and spares nothing alone."""
+    graph = nx.DiGraph([("shared", "a"), ("shared", "b"), ("own", "b")])
+    found = _values(graph, {"shared": 5.0, "own": 1.0, "a": 0.0, "b": 0.0}, "ab")
+    choice = search(found, lambda saved, again: again)
+    assert (set(choice.saved), set(choice.recomputed)) == ({"a", "b"}, set())
+
+
+def test_what_nothing_reads_once_a_later_value_is_saved_is_not_saved() -> None:
+    """``a`` is only an input of ``b``, as a matmul is of a ReLU that the backward reads alone."""
+    found = _values(nx.DiGraph([("a", "b")]), {"a": 5.0, "b": 1.0}, "ab")
+    choice = search(replace(found, needed=frozenset("b")), lambda saved, again: again)
+    assert (set(choice.saved), choice.saved_bytes, choice.recompute_s) == ({"b"}, 1, 0)
