@@ -42,9 +42,7 @@ def main() -> None:
     our_losses: list[float] = []
     for _ in range(2):
         timed(plain, plain_losses), timed(ours.step, our_losses)
-    rounds = list(
-        alternating(args.rounds, lambda: timed(plain, plain_losses), lambda: timed(ours.step, our_losses))
-    )
+    rounds = list(alternating(args.rounds, lambda: timed(plain, plain_losses), lambda: timed(ours.step, our_losses)))
     lohan_fx.release(ours.model)
     plain_s, ours_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     ratio = statistics.median(ours / plain for plain, ours in rounds)

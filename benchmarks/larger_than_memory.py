@@ -9,6 +9,7 @@ process, building included, under 5 GB. Our own counter (VmHWM) must agree with 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -16,11 +17,11 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 from report import arguments, finish, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
-import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
 
@@ -29,17 +30,17 @@ BYTES_PER_PARAMETER = 14
 AGREEMENT = 0.02
 
 
-def child(args: object, hw: HardwareProfile) -> None:
+def child(args: argparse.Namespace, hw: HardwareProfile) -> None:
     """Build, compile, train; prints its figures as one JSON line."""
-    workload = Workload(args.size, args.batch, args.seq)  # type: ignore[attr-defined]
+    workload = Workload(args.size, args.batch, args.seq)
     before = memory_bytes("VmRSS")
-    ours = streamed(workload, hw, args.nvme, host_memory=args.host_memory)  # type: ignore[attr-defined]
+    ours = streamed(workload, hw, args.nvme, host_memory=args.host_memory)
     engine = compiled(ours.model).engine
     model_bytes = sum(p.bytes for p in ours.plan.parameters)
     prediction = ours.plan.prediction
     assert prediction is not None
     seconds, losses = [], []
-    for _ in range(args.steps):  # type: ignore[attr-defined]
+    for _ in range(args.steps):
         read, written, start_s = engine.store.bytes_read, engine.store.bytes_written, time.perf_counter()
         losses.append(ours.step())
         seconds.append(time.perf_counter() - start_s)
@@ -79,7 +80,16 @@ def main() -> None:
     _check_disk(args)
     path = args.nvme / "profile.toml"
     hw.save(path)
-    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", "--hw", str(path), "--nvme", str(args.nvme)]
+    command = [
+        sys.executable,
+        os.path.abspath(__file__),
+        *sys.argv[1:],
+        "--child",
+        "--hw",
+        str(path),
+        "--nvme",
+        str(args.nvme),
+    ]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     path.unlink()
     kernel_peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
@@ -90,29 +100,49 @@ def main() -> None:
         missed.append(f"our counter says {peak:,} bytes, the kernel {kernel_peak:,}")
     finish(
         "larger_than_memory",
-        [
-            ("parameters", f"{figures['params'] / 1e9:.2f}e9, {figures['params'] * BYTES_PER_PARAMETER / 1e9:.1f} GB with states"),
-            ("peak RSS, whole process", f"{peak / 1e9:.2f} GB, predicted {figures['predicted_peak_rss_bytes'] / 1e9:.2f}"),
-            ("RSS while training", f"{figures['training_rss_bytes'] / 1e9:.2f} GB, predicted at most {figures['predicted_training_rss_bytes'] / 1e9:.2f}"),
-            ("peak RSS, told by the kernel", f"{kernel_peak / 1e9:.2f} GB"),
-            ("step", f"{figures['s_per_step']:.1f} s, predicted {figures['predicted_s_per_step']:.1f}"),
-            ("NVMe per step", f"{figures['nvme_read_bytes'] / 1e9:.2f} GB read (predicted {figures['predicted_nvme_read_bytes'] / 1e9:.2f}), "
-             f"{figures['nvme_write_bytes'] / 1e9:.2f} written ({figures['predicted_nvme_write_bytes'] / 1e9:.2f})"),
-            ("losses", ", ".join(f"{loss:.4f}" for loss in figures["losses"])),
-        ],
+        _rows(figures, kernel_peak),
         {**figures, "kernel_peak_rss_bytes": kernel_peak, "size": args.size, "batch": args.batch, "seq": args.seq},
         missed,
         save=args.save,
-    )  # fmt: skip
+    )
 
 
-def _check_disk(args: object) -> None:
+def _rows(figures: dict[str, Any], kernel_peak: int) -> list[tuple[str, str]]:
+    def gigabytes(key: str) -> str:
+        return f"{figures[key] / 1e9:.2f}"
+
+    state_bytes = figures["params"] * BYTES_PER_PARAMETER
+    return [
+        ("parameters", f"{gigabytes('params')}e9, {state_bytes / 1e9:.1f} GB with states"),
+        (
+            "peak RSS, whole process",
+            f"{gigabytes('peak_rss_bytes')} GB, predicted {gigabytes('predicted_peak_rss_bytes')}",
+        ),
+        ("peak RSS, told by the kernel", f"{kernel_peak / 1e9:.2f} GB"),
+        (
+            "RSS while training",
+            f"{gigabytes('training_rss_bytes')} GB, predicted at most {gigabytes('predicted_training_rss_bytes')}",
+        ),
+        ("step", f"{figures['s_per_step']:.1f} s, predicted {figures['predicted_s_per_step']:.1f}"),
+        (
+            "NVMe read per step",
+            f"{gigabytes('nvme_read_bytes')} GB, predicted {gigabytes('predicted_nvme_read_bytes')}",
+        ),
+        (
+            "NVMe written per step",
+            f"{gigabytes('nvme_write_bytes')} GB, predicted {gigabytes('predicted_nvme_write_bytes')}",
+        ),
+        ("losses", ", ".join(f"{loss:.4f}" for loss in figures["losses"])),
+    ]
+
+
+def _check_disk(args: argparse.Namespace) -> None:
     """Say early what ``NvmeStore`` would say after the model was built."""
-    layers, hidden, _, _, ffn, vocabulary = SIZES[args.size]  # type: ignore[attr-defined]
+    layers, hidden, _, _, ffn, vocabulary = SIZES[args.size]
     parameters = layers * (4 * hidden * hidden + 3 * hidden * ffn) + 2 * vocabulary * hidden
-    free = shutil.disk_usage(args.nvme).free  # type: ignore[attr-defined]
+    free = shutil.disk_usage(args.nvme).free
     if free < 1.05 * BYTES_PER_PARAMETER * parameters:
-        sys.exit(f"{args.nvme}: needs {BYTES_PER_PARAMETER * parameters:,} bytes, {free:,} are free")  # type: ignore[attr-defined]
+        sys.exit(f"{args.nvme}: needs {BYTES_PER_PARAMETER * parameters:,} bytes, {free:,} are free")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         }
         slots = range(0)
 
-        def training(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[GraphModule, GraphModule]:
+        def training(
+            joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
+        ) -> tuple[GraphModule, GraphModule]:
             nonlocal slots
 
             def activation_slots(count: int) -> range:

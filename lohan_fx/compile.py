@@ -140,7 +140,9 @@ def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, po
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile() takes a torch.nn.Module; got {type(model).__name__}")
     if not isinstance(hw, HardwareProfile):
-        raise TypeError(f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)")
+        raise TypeError(
+            f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)"
+        )
     if hw.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
@@ -152,7 +154,9 @@ def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, po
     if compute_dtype not in _DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
     if not isinstance(plan, Plan | None):
-        raise TypeError(f"plan is a {type(plan).__name__}: expected a lohan_fx.Plan (Plan.from_json reads one), or None")
+        raise TypeError(
+            f"plan is a {type(plan).__name__}: expected a lohan_fx.Plan (Plan.from_json reads one), or None"
+        )
     if plan is not None and plan.compute_dtype != str(compute_dtype).removeprefix("torch."):
         raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
     parameters = dict(model.named_parameters())

@@ -139,7 +139,9 @@ class CompiledModel:
         with streaming():
             original(*args)
 
-    def _load(self, original: Callable[..., None], state_dict: object, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load(
+        self, original: Callable[..., None], state_dict: object, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 "load_state_dict(assign=True) would replace offloaded parameters by tensors in memory: use assign=False, "
@@ -199,7 +201,6 @@ class CompiledModel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture, plan and link for these inputs without running anything; the plan."""
-        before = len(self.plans)
         self._preparing = True
         try:
             self._run(*args, **kwargs)
@@ -207,7 +208,7 @@ class CompiledModel:
             pass
         finally:
             self._preparing = False
-        return self.plans[-1] if len(self.plans) > before else self.plans[-1]
+        return self.plans[-1]
 
     def release(self) -> None:
         """Give the model ordinary parameters again and remove the files. Idempotent."""
@@ -251,7 +252,9 @@ class CompiledModel:
             self._cleanup()
 
 
-def slots_of(model: nn.Module, compute_dtype: torch.dtype, first: Callable[[int], range]) -> dict[int, tuple[ParameterSlot, Original]]:
+def slots_of(
+    model: nn.Module, compute_dtype: torch.dtype, first: Callable[[int], range]
+) -> dict[int, tuple[ParameterSlot, Original]]:
     """One slot per distinct parameter of ``model``, in the order of ``named_parameters``; tied ones share it."""
     found: dict[int, tuple[nn.Parameter, str, Original]] = {}
     for prefix, module in model.named_modules():

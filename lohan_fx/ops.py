@@ -94,7 +94,9 @@ def expecting() -> Iterator[None]:
 def _handler(slot: int) -> Handler:
     handler = _handlers.get(slot)
     if handler is None:
-        raise LohanError(f"slot {slot} has no runtime: its model was released; call lohan_fx.compile on the model again")
+        raise LohanError(
+            f"slot {slot} has no runtime: its model was released; call lohan_fx.compile on the model again"
+        )
     return handler
 
 

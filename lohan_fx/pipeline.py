@@ -91,9 +91,7 @@ def compile_inference(
     return halves, plan
 
 
-def _search(
-    joint: GraphModule, request: Request, num_outputs: int, parameters: dict[str, ParameterInput]
-) -> Plan:
+def _search(joint: GraphModule, request: Request, num_outputs: int, parameters: dict[str, ParameterInput]) -> Plan:
     seconds = _node_seconds(request)
     activations = activation_graph(joint, num_outputs=num_outputs, node_seconds=seconds)
 

@@ -265,4 +265,3 @@ def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
             "optimizer_runs": OptimizerTiming(raw["optimizer_runs"]),
         }
     )
-

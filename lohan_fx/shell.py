@@ -52,7 +52,9 @@ _METADATA = frozenset(
 ) | frozenset(
     getattr(owner, name) for owner in (torch.Tensor, torch) for name in _METHODS.split() if hasattr(owner, name)
 )
-_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"])
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
+)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -182,9 +184,7 @@ def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     _refuse(_describe(func), *args, **kwargs)
 
 
-def _changes_nothing(
-    func: Callable[..., Any], shell: Shell, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def _changes_nothing(func: Callable[..., Any], shell: Shell, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a conversion would return the tensor itself: PyTorch says, asked with an empty one of the same kind."""
     like = torch.empty((0,) * shell.dim(), dtype=shell.dtype, device=shell.device)
     return "memory_format" not in kwargs and func(like, *args, **kwargs) is like

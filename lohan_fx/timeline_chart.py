@@ -171,9 +171,7 @@ def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | 
         axes.barh(row, busy_s, height=0.62, color=colors[lane])
         if lane in predicted:
             axes.plot([predicted[lane]] * 2, [row - 0.42, row + 0.42], color="black", linewidth=2.2)
-        axes.text(
-            1.02 * widest, row, f"{format_seconds(busy_s)}  {busy_s / seconds:4.0%}", va="center", fontsize=9
-        )
+        axes.text(1.02 * widest, row, f"{format_seconds(busy_s)}  {busy_s / seconds:4.0%}", va="center", fontsize=9)
     axes.set_xlim(0, 1.3 * widest)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.set_yticks(range(len(_LANES)), _LANES)

@@ -49,9 +49,7 @@ class ActivationGraph:
     mandatory: frozenset[str]
 
 
-def activation_graph(
-    joint: GraphModule, *, num_outputs: int, node_seconds: Callable[[Cost], float]
-) -> ActivationGraph:
+def activation_graph(joint: GraphModule, *, num_outputs: int, node_seconds: Callable[[Cost], float]) -> ActivationGraph:
     """The ``ActivationGraph`` of ``joint``, whose first ``num_outputs`` outputs are the forward's."""
     outputs = set(_flat_outputs(joint)[:num_outputs])
     forward = {n: None for n in forward_nodes(joint, num_outputs) if n not in outputs}

@@ -52,4 +52,3 @@ def _insert(gm: GraphModule, shell: Node, parameter: ParameterInput, users: list
         meta.set_origin(node, parameter.name)
     for user in users:
         user.replace_input_with(shell, wait)
-

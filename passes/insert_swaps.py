@@ -77,4 +77,3 @@ def _handle_value(x: Node) -> torch.Tensor:
     value = meta.tensor(x)
     assert value is not None, f"{x.name} is not a tensor"
     return value.new_empty(0, dtype=torch.uint8)
-

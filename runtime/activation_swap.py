@@ -97,7 +97,9 @@ class ActivationSwap:
         self._reclaim()
         key = next(self._keys)
         shown = x.shape
-        x = x.as_strided([1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)], x.stride())
+        x = x.as_strided(
+            [1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)], x.stride()
+        )
         dense = _is_dense(x)
         flat = _flat_bytes(x if dense else x.contiguous())
         region = self._arena.take(flat.numel()) if tier == Tier.HOST else None

@@ -70,7 +70,9 @@ class CudaLink:
         source.record_stream(self._out)
         return self._copy(self._out, destination, source, after)
 
-    def _copy(self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
+    def _copy(
+        self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor, after: Moment
+    ) -> Moment:
         with torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)

@@ -24,7 +24,9 @@ from lohan_fx.runtime.slots import ParameterSlot, Residency
 class ParameterStream:
     """Brings parameters to the device."""
 
-    def __init__(self, machine: Machine, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]) -> None:
+    def __init__(
+        self, machine: Machine, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]
+    ) -> None:
         self._machine = machine
         self._slots = slots
         self._residency = residency

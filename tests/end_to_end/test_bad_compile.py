@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("leak_check")
 compile_module = importlib.import_module("lohan_fx.compile")  # the package's name `compile` is the function
 store_module = importlib.import_module("lohan_fx.runtime.nvme_store")
 
+
 @pytest.fixture
 def nvme(tmp_path: Path) -> Path:
     directory = tmp_path / "nvme"
@@ -46,7 +47,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "lohan_fx"
 
 
-def refused(model: nn.Module, kind: type[Exception] | tuple[type[Exception], ...], *words: str, **arguments: Any) -> str:
+def refused(
+    model: nn.Module, kind: type[Exception] | tuple[type[Exception], ...], *words: str, **arguments: Any
+) -> str:
     """``compile`` raises ``kind``, saying all of ``words``; the model is untouched, and so are the directories."""
     arguments.setdefault("hw", profile())
     before = {name: (parameter, type(parameter)) for name, parameter in model.named_parameters()}
@@ -188,7 +191,12 @@ def test_two_models_in_one_directory(nvme: Path) -> None:
 def test_two_processes_in_one_directory(nvme: Path) -> None:
     model = streamed(Tiny(), nvme)
     child = subprocess.run(
-        [sys.executable, "-c", "import sys; from tests.end_to_end.test_bad_compile import second; second(sys.argv[1])", nvme],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from tests.end_to_end.test_bad_compile import second; second(sys.argv[1])",
+            nvme,
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -246,7 +254,9 @@ def test_memory_too_small_for_the_graphs(nvme: Path) -> None:
     model = streamed(Tiny(), nvme, host_memory="400MiB")
     model.load_state_dict(plain.model.state_dict())
     optimizer = lohan_fx.AdamW(model.parameters(), lr=0.01)
-    with pytest.raises(InfeasiblePlan, match=r"host_memory=\S+ bytes is \S+ short; host_memory=\S+ would fit.*smaller batch"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"host_memory=\S+ bytes is \S+ short; host_memory=\S+ would fit.*smaller batch"
+    ):
         model(torch.zeros(1, WIDTH).expand(4 << 20, WIDTH))
     optimizer.zero_grad()
     loss = model(batch())  # one that fits
@@ -501,7 +511,9 @@ def test_what_is_no_module() -> None:
 
 
 def test_a_profile_of_another_machine_is_warned_of(nvme: Path) -> None:
-    with pytest.warns(UserWarning, match=r"'theirs' was not measured on this machine.*HardwareProfile\.measure") as warned:
+    with pytest.warns(
+        UserWarning, match=r"'theirs' was not measured on this machine.*HardwareProfile\.measure"
+    ) as warned:
         model = streamed(Tiny(), nvme, hw=profile(name="theirs", machine="another one"))
     assert warned[0].filename.endswith("test_bad_compile.py")
     lohan_fx.release(model)
@@ -532,9 +544,13 @@ def test_a_plan_for_another_dtype(nvme: Path) -> None:
 def test_a_plan_of_another_model(nvme: Path) -> None:
     plan = plan_of(nn.Sequential(Tiny().layers[0], nn.GELU(), nn.Linear(WIDTH, 1)), nvme, policy="keep")
     assert plan.activations
-    plan = dataclasses.replace(plan, activations=tuple(dataclasses.replace(a, node="gelu_of_mine") for a in plan.activations))
+    plan = dataclasses.replace(
+        plan, activations=tuple(dataclasses.replace(a, node="gelu_of_mine") for a in plan.activations)
+    )
     model = streamed(Tiny(), nvme, plan=plan)
-    with pytest.raises(ValueError, match="activation gelu_of_mine, which this graph lacks: the plan is of another model"):
+    with pytest.raises(
+        ValueError, match="activation gelu_of_mine, which this graph lacks: the plan is of another model"
+    ):
         model(batch())
     lohan_fx.release(model)
     assert not list(nvme.iterdir())

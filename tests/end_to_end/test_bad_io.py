@@ -184,9 +184,7 @@ def test_gradients_that_are_held(call: str, build: Build, tmp_path: Path, monkey
 )
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("skipped", [0, 5])
-def test_updating(
-    call: str, fault: Fault, word: str, held: bool, skipped: int, build: Build, tmp_path: Path
-) -> None:
+def test_updating(call: str, fault: Fault, word: str, held: bool, skipped: int, build: Build, tmp_path: Path) -> None:
     if held and (skipped or not isinstance(fault, int)):
         pytest.skip("covered by the others")
     model, plain, optimizer, backend = build("keep", accumulation_steps=None if held else 1)
@@ -252,7 +250,10 @@ def test_a_drive_that_is_gone_for_good(build: Build, tmp_path: Path) -> None:
 def test_reading_for_a_state_dict(build: Build, tmp_path: Path) -> None:
     model, plain, optimizer, backend = build("keep")
     step(model, plain, optimizer, 0)
-    for read, extent in ((model.state_dict, "layers.0.weight:master"), (optimizer.state_dict, "layers.0.weight:moments")):
+    for read, extent in (
+        (model.state_dict, "layers.0.weight:master"),
+        (optimizer.state_dict, "layers.0.weight:moments"),
+    ):
         backend.faults["preadv"] = [errno.EIO]
         fails(read, tmp_path, "reading", extent)
     for again in (1, 2):

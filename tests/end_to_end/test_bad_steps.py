@@ -29,7 +29,9 @@ class Pair:
     def __init__(self, nvme: Path, policy: str, **options: Any) -> None:
         self.model: nn.Module = Tiny()
         self.plain = Plain(self.model)
-        lohan_fx.compile(self.model, profile(), nvme=nvme, host_memory="2GiB", compute_dtype=torch.float32, policy=policy)
+        lohan_fx.compile(
+            self.model, profile(), nvme=nvme, host_memory="2GiB", compute_dtype=torch.float32, policy=policy
+        )
         self.optimizer = lohan_fx.AdamW(self.model.parameters(), lr=0.01, **options)
 
     @property
@@ -537,7 +539,9 @@ def test_what_a_failed_backward_held_is_added_to(tmp_path: Path, monkeypatch: py
     fail_at(pair.engine, monkeypatch, "layers.1.weight")
     with pytest.raises(ZeroDivisionError):
         pair.model(batch(0)).backward()
-    held = {engine_slot.name for slot, engine_slot in pair.engine.slots.items() if pair.engine.residency[slot].contributions}
+    held = {
+        engine_slot.name for slot, engine_slot in pair.engine.slots.items() if pair.engine.residency[slot].contributions
+    }
     assert held and "layers.0.weight" not in held
     pair.plain.model(batch(0)).backward()
     for name, parameter in pair.plain.model.named_parameters():
@@ -639,6 +643,8 @@ def test_inside_another_torch_compile(pair: Pair) -> None:
 def test_parts_of_the_model_cannot_be_called(pair: Pair) -> None:
     x = batch()
     for call in (pair.model.layers[0], pair.model.forward, pair.model._call_impl):
-        with pytest.raises(OffloadedParameterError, match=r"linear was called on layers\.0\.weight.*Call the model itself"):
+        with pytest.raises(
+            OffloadedParameterError, match=r"linear was called on layers\.0\.weight.*Call the model itself"
+        ):
             call(x)
     pair.goes_on()

@@ -27,9 +27,7 @@ MIB = 1 << 20
 
 
 def _compile(model: nn.Module, hw: HardwareProfile, nvme: Path, policy: str = "swap-nvme") -> nn.Module:
-    return lohan_fx.compile(
-        model, hw, nvme=nvme, compute_dtype=torch.float32, policy=policy, host_memory="2GiB"
-    )
+    return lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=torch.float32, policy=policy, host_memory="2GiB")
 
 
 def _left(folder: Path) -> list[str]:

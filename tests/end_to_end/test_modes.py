@@ -21,7 +21,6 @@ from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain
 pytestmark = pytest.mark.usefixtures("leak_check")
 
 
-
 @pytest.fixture
 def streamed(hw: HardwareProfile, tmp_path: Path) -> Any:
     """``with streamed(model):`` trains it with everything on NVMe (or by ``policy``), and releases it at the end."""

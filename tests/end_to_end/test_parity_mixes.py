@@ -53,9 +53,7 @@ def _mixed(base: Plan, draw: random.Random) -> Plan:
 
 
 def _moved(parameter: ParameterPlan, draw: random.Random) -> ParameterPlan:
-    return dataclasses.replace(
-        parameter, home=draw.choice(list(Tier)), states_home=draw.choice([Tier.HOST, Tier.NVME])
-    )
+    return dataclasses.replace(parameter, home=draw.choice(list(Tier)), states_home=draw.choice([Tier.HOST, Tier.NVME]))
 
 
 def _other(windows: Windows, draw: random.Random) -> Windows:

@@ -142,7 +142,10 @@ def test_schedulers(make: Callable[[Any], Any], models: tuple[nn.Module, nn.Modu
 
 def test_warm_up_from_a_learning_rate_of_zero(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
-    optimizer, reference = AdamW(model.parameters(), lr=0.0), torch.optim.AdamW(plain.parameters(), lr=0.0, foreach=False)
+    optimizer, reference = (
+        AdamW(model.parameters(), lr=0.0),
+        torch.optim.AdamW(plain.parameters(), lr=0.0, foreach=False),
+    )
     assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
     same_weights(model, plain)
 
@@ -183,7 +186,10 @@ def test_a_state_goes_from_torch_to_us_and_back(
 
 def test_a_state_from_before_the_first_step(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
-    optimizer, reference = AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    optimizer, reference = (
+        AdamW(model.parameters(), lr=0.01),
+        torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False),
+    )
     fresh = optimizer.state_dict()
     assert fresh["state"] == {}
     train(model, optimizer, range(3))

@@ -153,8 +153,14 @@ HARMLESS: dict[str, tuple[Call, object]] = {
     "bytes": (lambda m, p: [p.nbytes, p.element_size(), p.itemsize], [1024, 4, 4]),
     "stride": (lambda m, p: [p.stride(), p.storage_offset(), p.is_contiguous()], [(16, 1), 0, True]),
     "dtype": (lambda m, p: [str(p.dtype), p.is_floating_point(), torch.is_complex(p)], ["torch.float32", True, False]),
-    "device": (lambda m, p: [str(p.device), p.is_cuda, p.is_cpu, p.is_meta, p.get_device()], ["cpu", False, True, False, -1]),
-    "autograd": (lambda m, p: [p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p.retains_grad], [True, True, None, None, False]),
+    "device": (
+        lambda m, p: [str(p.device), p.is_cuda, p.is_cpu, p.is_meta, p.get_device()],
+        ["cpu", False, True, False, -1],
+    ),
+    "autograd": (
+        lambda m, p: [p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p.retains_grad],
+        [True, True, None, None, False],
+    ),
     "len": (lambda m, p: len(p), WIDTH),
     "hash": (lambda m, p: hash(p) == hash(p) and p in {p}, True),
     "identity": (lambda m, p: p in list(m.parameters()) and next(m.parameters()) is p, True),
@@ -164,8 +170,14 @@ HARMLESS: dict[str, tuple[Call, object]] = {
     "no gradient": (lambda m, p: setattr(p, "grad", None), None),
     "zeros_like": (lambda m, p: torch.zeros_like(p).sum().item(), 0.0),
     "new_ones": (lambda m, p: [p.new_ones(3).sum().item(), type(p.new_ones(3)).__name__], [3.0, "Tensor"]),
-    "to the same": (lambda m, p: [p.to("cpu") is p, p.cpu() is p, p.float() is p, p.to(torch.float32) is p], [True] * 4),
-    "model to the same": (lambda m, p: m.to("cpu").float().cpu().to(torch.float32) is m and p is m.layers[0].weight, True),
+    "to the same": (
+        lambda m, p: [p.to("cpu") is p, p.cpu() is p, p.float() is p, p.to(torch.float32) is p],
+        [True] * 4,
+    ),
+    "model to the same": (
+        lambda m, p: m.to("cpu").float().cpu().to(torch.float32) is m and p is m.layers[0].weight,
+        True,
+    ),
     "model sizes": (lambda m, p: sum(q.numel() * q.element_size() for q in m.parameters()), 3264),
     "state_dict": (lambda m, p: torch.isfinite(m.state_dict()[NAME]).all().item(), True),
     "state_dict with keep_vars": (lambda m, p: m.state_dict(keep_vars=True)[NAME] is p, True),
@@ -219,7 +231,9 @@ def outcomes() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     while todo := [name for name in CALLS if name not in found]:
         code = f"from tests.lohan_fx.test_shell import child; child({todo!r})"
-        ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300
+        )
         lines = [json.loads(line) for line in ended.stdout.splitlines()]
         found.update(zip(lines[::2], lines[1::2], strict=False))
         if ended.returncode:
@@ -236,7 +250,7 @@ def outcomes() -> dict[str, dict[str, Any]]:
 def test_reading_and_editing_raise(name: str) -> None:
     found = outcomes()[name]
     assert found.get("error") == OffloadedParameterError.__name__, found
-    assert "layers." in found["message"] and "offloaded" in found["message"] or "gradient of" in found["message"]
+    assert ("layers." in found["message"] and "offloaded" in found["message"]) or "gradient of" in found["message"]
     if "gradient of" not in found["message"]:
         for remedy in ("Call the model itself", "state_dict()", "lohan_fx.release(model)"):
             assert remedy in found["message"]
@@ -286,6 +300,8 @@ def test_a_shell_takes_no_memory() -> None:
             return int(statm.read().split()[1]) * page_padded_bytes(1)
 
     before = resident_bytes()
-    shells = [make_shell(torch.empty(1 << 14, 1 << 14), dtype=torch.float32, device=torch.device("cpu")) for _ in range(16)]
+    shells = [
+        make_shell(torch.empty(1 << 14, 1 << 14), dtype=torch.float32, device=torch.device("cpu")) for _ in range(16)
+    ]
     assert sum(shell.nbytes for shell in shells) == 16 << 30
     assert resident_bytes() - before < 64 << 20

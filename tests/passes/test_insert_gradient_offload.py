@@ -97,7 +97,7 @@ class Scaled(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * torch.tanh(self.first(x))).sum()
+        return (torch.tanh(self.first(x)) * self.weight).sum()
 
 
 def test_a_gradient_that_is_complete_waits_for_the_last_use_of_its_parameter() -> None:

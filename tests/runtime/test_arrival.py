@@ -45,7 +45,9 @@ def test_the_first_failure_is_raised_once_all_parts_have_reported() -> None:
 def test_a_wait_in_vain_names_what_it_waited_for() -> None:
     arrival = Arrival("fetch of layers.3.weight", 2)
     arrival.part_done()
-    with pytest.raises(LaneTimeout, match=r"waited 0\.01 s for fetch of layers\.3\.weight: 1 transfers are still under way"):
+    with pytest.raises(
+        LaneTimeout, match=r"waited 0\.01 s for fetch of layers\.3\.weight: 1 transfers are still under way"
+    ):
         arrival.wait(0.01)
 
 

@@ -190,7 +190,9 @@ def test_writing_states_tears_and_mends_nothing_by_itself() -> None:
     assert found.expected == 1
 
 
-@given(st.lists(st.sampled_from(["forward", "backward", "step", "zero_grad"]), max_size=60), st.sampled_from([None, 1, 2]))
+@given(
+    st.lists(st.sampled_from(["forward", "backward", "step", "zero_grad"]), max_size=60), st.sampled_from([None, 1, 2])
+)
 def test_what_is_applied_is_applied_once_and_last(calls: list[str], told: int | None) -> None:
     """After a backward that applied, no other backward of its step runs: it is refused."""
     found = MicroBatches()

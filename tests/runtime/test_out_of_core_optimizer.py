@@ -17,7 +17,7 @@ from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer, Purpose
-from lohan_fx.runtime.slots import ParameterSlot, Residency
+from lohan_fx.runtime.slots import Residency
 from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
@@ -38,7 +38,10 @@ class Rig:
     def __init__(self, machine: Machine, backend: FaultyBackend, *, compute: torch.dtype, window_bytes: int) -> None:
         self.machine = machine
         self.backend = backend
-        self.slots = {0: parameter("long", ELEMENTS, slot=0, compute=compute), 1: parameter("small", 5, 5, slot=1, compute=compute)}
+        self.slots = {
+            0: parameter("long", ELEMENTS, slot=0, compute=compute),
+            1: parameter("small", 5, 5, slot=1, compute=compute),
+        }
         self.residency = {slot: Residency() for slot in self.slots}
         self.states = States(machine.store, self.slots, self.residency)
         self.states.chunk_elements = CHUNK_ELEMENTS
@@ -61,7 +64,9 @@ class Rig:
         for slot in self.slots:
             if purpose is Purpose.HOLD:
                 self.states.make_room_to_hold(slot)
-            self.optimizer.offer(slot, self.gradient(slot, seed), purpose, OPTIONS if purpose is Purpose.APPLY else None)
+            self.optimizer.offer(
+                slot, self.gradient(slot, seed), purpose, OPTIONS if purpose is Purpose.APPLY else None
+            )
 
     def reference_step(self, *seeds: int) -> None:
         for slot, found in self.expected.items():
@@ -142,7 +147,9 @@ def test_states_may_be_in_memory(resident: tuple[str, ...], any_rig: Rig) -> Non
             home.exp_avg, home.exp_avg_sq = (torch.zeros(found.numel) for _ in range(2))
             home.master = value
         if "compute" in resident:
-            home.compute = value if found.is_master and home.master is not None else value.to(found.compute_dtype, copy=True)
+            home.compute = (
+                value if found.is_master and home.master is not None else value.to(found.compute_dtype, copy=True)
+            )
             home.on_device = True
     for seed in range(2):
         any_rig.offer(seed, Purpose.HOLD)
@@ -261,7 +268,9 @@ def starts_over(rig: Rig) -> None:
     rig.same()
 
 
-@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC, Short(100), Claim(0)], ids=["EIO", "ENOSPC", "a part", "nothing"])
+@pytest.mark.parametrize(
+    "fault", [errno.EIO, errno.ENOSPC, Short(100), Claim(0)], ids=["EIO", "ENOSPC", "a part", "nothing"]
+)
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_a_write_that_fails(fault: Fault, skipped: int, rig: Rig) -> None:
     rig.backend.faults["pwritev"] = [None] * skipped + [fault]
