@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from report import arguments, finish, profile
-from workload import SIZES, Step, Streamed, Workload, alternating, streamed
+from workload import SIZES, Streamed, Workload, alternating, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -133,10 +133,10 @@ def main() -> None:
     if not requests:
         parser.error(f"--host-memory {args.host_memory} holds everything: nothing moves that could overlap; lower it")
     replay = Replay(ours, requests, threads=3)
-    runs: dict[str, Step] = {
+    runs: dict[str, Callable[[], Any]] = {
         "overlapped": ours.step, "compute+cpu": alone.step, "ssd": replay.run,
         "h2d": replay_copies(events, "h2d"), "d2h": replay_copies(events, "d2h"),
-    }  # type: ignore[dict-item]  # fmt: skip
+    }  # fmt: skip
     rounds = list(alternating(args.rounds, *(lambda run=run: timed(run) for run in runs.values())))
     medians = dict(zip(runs, (statistics.median(times) for times in zip(*rounds, strict=True)), strict=True))
     for model in (ours.model, alone.model):

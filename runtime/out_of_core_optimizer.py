@@ -22,7 +22,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +61,7 @@ class _Job:
     gradient: Buffer | None = None
     states: StateBuffer | None = None
     reads: list[Work[None]] = field(default_factory=list)
+    failure: BaseException | None = None
 
     @property
     def updates(self) -> bool:
@@ -167,7 +168,8 @@ class OutOfCoreOptimizer:
             self._raise_error()
             self._unfinished += len(jobs)
         for job in jobs:
-            self._arrive(job)
+            with self._finished_if_failing(job):
+                self._arrive(job)
 
     def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """Wait until everything offered so far is in place; raises the first failure."""
@@ -196,40 +198,39 @@ class OutOfCoreOptimizer:
 
     def _leave(self, job: _Job, source: torch.Tensor, after: Moment, left: _Countdown) -> None:
         machine, label = self._machine, f"gradient of {job.chunk.parameter.name}"
-        try:
-            job.gradient = machine.pool.acquire("gradients")
-            nbytes = source.numel() * source.element_size()
-            with machine.timeline.span("d2h", label, nbytes):
-                target = job.gradient.tensor[:nbytes].view(source.dtype)
-                machine.link.finish(machine.link.copy_out(target, source, after))
-        except BaseException as error:
-            self._finished(job, error)
-            raise
-        finally:
-            left.one_less()
-        self._arrive(job)
+        with self._finished_if_failing(job):
+            try:
+                job.gradient = machine.pool.acquire("gradients")
+                nbytes = source.numel() * source.element_size()
+                with machine.timeline.span("d2h", label, nbytes):
+                    target = job.gradient.tensor[:nbytes].view(source.dtype)
+                    machine.link.finish(machine.link.copy_out(target, source, after))
+            finally:
+                left.one_less()
+            self._arrive(job)
 
     def _arrive(self, job: _Job) -> None:
-        with self._no_job_lost(), self._changed:
+        with self._changed:
             # Reading may start here and now unless older jobs still wait for a buffer: they come first.
-            if self._arrived or not self._start_reading(job):
-                self._arrived.append(job)
-            self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
+            queue = self._reading if not self._arrived and self._start_reading(job) else self._arrived
+            queue.append(job)
+            try:
+                self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
+            except BaseException:
+                queue.pop()
+                raise
 
     # --- on the cpu lane: one call per job, in order ----------------------------------------------------------
 
     def _advance(self) -> None:
         with self._no_job_lost(), self._changed:
             while self._arrived and self._start_reading(self._arrived[0]):
-                self._arrived.popleft()
+                self._reading.append(self._arrived.popleft())
             job = self._reading.popleft() if self._reading else self._arrived.popleft()
-        try:
+        with self._finished_if_failing(job):
             if job.states is None:
                 self._read_into(job, self._machine.pool.acquire("optimizer"))
             self._process(job)
-        except BaseException as error:
-            self._finished(job, error)
-            raise
 
     def _start_reading(self, job: _Job) -> bool:
         """Start the reads of ``job`` if a buffer is free. Called with the lock held, so that jobs stay in order."""
@@ -237,21 +238,25 @@ class OutOfCoreOptimizer:
         if buffer is None:
             return False
         self._read_into(job, buffer)
-        self._reading.append(job)
         return True
 
     def _read_into(self, job: _Job, buffer: Buffer) -> None:
         machine, chunk = self._machine, job.chunk
         resident = self._residency[chunk.parameter.slot]
         job.states = StateBuffer(buffer, chunk, resident, updates=job.updates, adds=job.adds)
-        for extent, offset, memory, nbytes in job.states.to_read():
-            read = functools.partial(machine.read, extent, offset, memory, nbytes)
-            job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
+        try:
+            for extent, offset, memory, nbytes in job.states.to_read():
+                read = functools.partial(machine.read, extent, offset, memory, nbytes)
+                job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
+        except BaseException as error:  # raised when it is this job's turn: another one may be at work here
+            job.failure = error
 
     def _process(self, job: _Job) -> None:
         machine, states = self._machine, job.states
         assert states is not None
         _wait_for_all(job.reads)
+        if job.failure is not None:
+            raise job.failure
         chunk = job.chunk
         arrived = None
         if job.gradient is not None:
@@ -280,6 +285,8 @@ class OutOfCoreOptimizer:
 
     def _finished(self, job: _Job, error: BaseException | None) -> None:
         """The job is over, well or not: give back its buffers and count it."""
+        with suppress(Exception):
+            _wait_for_all(job.reads)
         if job.gradient is not None:
             job.gradient.release()
         if job.states is not None:
@@ -288,6 +295,14 @@ class OutOfCoreOptimizer:
             self._error = self._error or error
             self._unfinished -= 1
             self._changed.notify_all()
+
+    @contextmanager
+    def _finished_if_failing(self, job: _Job) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._finished(job, error)
+            raise
 
     @contextmanager
     def _no_job_lost(self) -> Iterator[None]:

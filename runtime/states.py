@@ -131,7 +131,7 @@ class States:
         self._write(parameter.master_extent, master, parameter.master_dtype)
         self.write_moments(slot, exp_avg.view(parameter.shape), exp_avg_sq.view(parameter.shape))
         if resident.compute is master:
-            resident.compute = None
+            resident.compute, resident.on_device = None, False
 
     def _write_compute(self, parameter: ParameterSlot, resident: Residency) -> None:
         assert resident.compute is not None

@@ -198,7 +198,7 @@ def test_updating(call: str, fault: Fault, word: str, held: bool, skipped: int, 
         fails(optimizer.step, tmp_path, word, "layers.")
     else:
         backend.faults[call] = [None] * skipped + [fault]
-        fails(lambda: (loss.backward(), optimizer.step()), tmp_path, word, "layers.")
+        fails(lambda loss=loss: (loss.backward(), optimizer.step()), tmp_path, word, "layers.")
     del loss
     nothing_is_out(compiled(model).engine)
     if call == "preadv" and not held and not compiled(model).engine.micro_batches.torn:
@@ -310,7 +310,7 @@ def test_no_space_for_activations(build: Build, tmp_path: Path) -> None:
         model(batch(0))
     step(model, plain, optimizer, 0)  # there is space again
     backend._free_bytes[tmp_path] = 4096
-    with pytest.raises(StoreError, match="bytes are needed .* and 4096 are free"):
+    with pytest.raises(StoreError, match=r"bytes are needed .* and 4096 are free"):
         model(batch(0, rows=200))
     backend._free_bytes.clear()
     step(model, plain, optimizer, 1)
@@ -324,7 +324,7 @@ def test_no_space_for_gradients_that_are_held(build: Build, tmp_path: Path) -> N
     compiled(model).engine.states.hold_bytes = 0
     loss = model(batch(0))
     backend._free_bytes[tmp_path] = 0
-    with pytest.raises(StoreError, match="bytes are needed .* and 0 are free"):
+    with pytest.raises(StoreError, match=r"bytes are needed .* and 0 are free"):
         loss.backward()
     backend._free_bytes.clear()
     del loss

@@ -155,7 +155,7 @@ def test_parameters_of_two_models(tmp_path: Path) -> None:
     for number, model in enumerate(models):
         (tmp_path / str(number)).mkdir()
         lohan_fx.compile(model, profile(), nvme=tmp_path / str(number), host_memory="1GiB")
-    with pytest.raises(ValueError, match="is of another compiled model.*one optimizer per model"):
+    with pytest.raises(ValueError, match=r"is of another compiled model.*one optimizer per model"):
         lohan_fx.AdamW([*models[0].parameters(), *models[1].parameters()])
     lohan_fx.AdamW(models[0].parameters())
     with pytest.raises(ValueError, match="has an optimizer already"):
@@ -559,7 +559,7 @@ def test_an_interrupted_step_may_be_called_again(any_pair: Pair, monkeypatch: py
         optimizer, barrier = pair.engine._optimizer, pair.engine._optimizer.barrier
         calls = iter([seed == 0, False])  # after gradients are handed over: at the second barrier, or the first
 
-        def interrupted(*args: Any) -> None:
+        def interrupted(*args: Any, calls: Any = calls, barrier: Any = barrier) -> None:
             if not next(calls, True):
                 monkeypatch.undo()
                 raise KeyboardInterrupt
@@ -612,7 +612,7 @@ def test_a_parameter_replaced_after_compile_stays(tmp_path: Path) -> None:
 
 
 def test_load_state_dict_cannot_assign(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="assign=True.*use assign=False"):
+    with pytest.raises(ValueError, match=r"assign=True.*use assign=False"):
         pair.model.load_state_dict(pair.plain.model.state_dict(), assign=True)
     pair.goes_on()
 

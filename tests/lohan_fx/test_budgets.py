@@ -17,6 +17,7 @@ from lohan_fx.budgets import (
     available_memory_bytes,
     choose_windows,
     default_host_memory_bytes,
+    fixed_bytes,
     make_budgets,
     parse_bytes,
     staging_bytes,
@@ -116,7 +117,8 @@ def test_on_a_gpu_the_two_memories_are_apart() -> None:
     windows = choose_windows(8 * GIB, parameters(10))
     found = make_budgets(GPU, 8 * GIB, 4 * GIB, windows)
     assert (found.host_memory_bytes, found.device_memory_bytes, found.shared) == (8 * GIB, 4 * GIB, False)
-    assert found.fixed_bytes == staging_bytes(windows) + CAPTURE_BYTES
+    assert found.fixed_bytes == fixed_bytes(windows, 0) == staging_bytes(windows) + CAPTURE_BYTES
+    assert make_budgets(GPU, 8 * GIB, 4 * GIB, windows, 100).fixed_bytes > found.fixed_bytes
     assert make_budgets(GPU, 8 * GIB, None, windows).device_memory_bytes == int(24 * GIB * 0.9)
 
 
@@ -133,12 +135,12 @@ def test_without_a_promise_most_of_what_is_free_may_be_used(monkeypatch: pytest.
     assert make_budgets(CPU, None, None, windows).host_memory_bytes == 8 * GIB
 
 
-def test_a_promise_that_staging_alone_exceeds_is_refused_with_one_that_it_does_not() -> None:
-    asked = 100 * MIB
+@pytest.mark.parametrize(("asked", "tensors"), [(64 * MIB, 1), (100 * MIB, 12), (700 * MIB, 1500), (GIB, 5000)])
+def test_a_promise_that_staging_alone_exceeds_is_refused_with_one_that_it_does_not(asked: int, tensors: int) -> None:
     with pytest.raises(InfeasiblePlan) as caught:
-        make_budgets(CPU, asked, None, choose_windows(asked, parameters(10)))
+        make_budgets(CPU, asked, None, choose_windows(asked, parameters(10)), tensors)
     message = str(caught.value)
-    assert message.startswith("host_memory=104,857,600 bytes is too small for any plan")
+    assert message.startswith(f"host_memory={asked:,} bytes is too small for any plan")
     taken, missing, enough = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{6,})(?:;| bytes are|$)", message))
     assert missing == taken - asked
-    make_budgets(CPU, enough, None, choose_windows(enough, parameters(10)))
+    make_budgets(CPU, enough, None, choose_windows(enough, parameters(10)), tensors)

@@ -185,9 +185,9 @@ def test_a_write_that_fails(fault: Fault, piece: int, rig: Rig) -> None:
     handle = rig.swap.swap_out(x, "nvme")
     rig.machine.drain(PATIENCE_S)
     for _ in range(2):
-        with pytest.raises(StoreError, match="writing .* of extent 'activation:0'"):
+        with pytest.raises(StoreError, match=r"writing .* of extent 'activation:0'"):
             rig.swap.raise_failure()
-    with pytest.raises(StoreError, match="writing .* of extent 'activation:0'"):
+    with pytest.raises(StoreError, match=r"writing .* of extent 'activation:0'"):
         rig.back(handle)
     rig.swap.raise_failure()
     allocated = rig.machine.store.nbytes_allocated
@@ -202,7 +202,7 @@ def test_a_read_that_fails(fault: Fault, piece: int, rig: Rig) -> None:
     handle = rig.swap.swap_out(x, "nvme")
     rig.machine.drain(PATIENCE_S)
     rig.backend.faults["preadv"] = [None] * piece + [fault]
-    with pytest.raises(StoreError, match="reading .* of extent 'activation:0'"):
+    with pytest.raises(StoreError, match=r"reading .* of extent 'activation:0'"):
         rig.back(handle)
     assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ def test_any_order_of_taking_and_giving_back(moves: list[tuple[str, int]]) -> No
                     assert region.tensor.data_ptr() == buffer.tensor.data_ptr() + region.offset
                     taken.append(region)
             places = sorted((region.offset, region.offset + region.padded_bytes) for region in taken)
-            assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
             assert all(0 <= start < end <= PAGES * PAGE_BYTES for start, end in places)
         for region in taken:
             arena.give_back(region)
