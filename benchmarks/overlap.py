@@ -11,6 +11,7 @@ Adam share the cores and are one lane. Bar: overlapped <= 1.25x the busiest lane
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class Replay:
                 with pool.acquire("replay") as buffer:
                     (self._store.read if kind == "read" else self._store.write)(name, offset, buffer.tensor, nbytes)
 
-            works = [lane.submit(lambda request=request: one(*request)) for request in self._requests]
+            works = [lane.submit(functools.partial(one, *request)) for request in self._requests]
             for work in works:
                 work.wait()
 

@@ -96,7 +96,9 @@ class CompiledModel:
     def _shell(self, slot: int) -> Shell:
         module, name = self._originals[slot].places[0]
         parameter = self.engine.slots[slot]
-        shell = make_shell(module._parameters[name], dtype=parameter.compute_dtype, device=self.engine.device)
+        held = module._parameters[name]
+        assert held is not None, f"{parameter.name} vanished while it was being stored"
+        shell = make_shell(held, dtype=parameter.compute_dtype, device=self.engine.device)
         shell.slot, shell.parameter_name, shell.owner = slot, parameter.name, self
         return shell
 

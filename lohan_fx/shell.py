@@ -83,7 +83,7 @@ class Shell(torch.nn.Parameter):
                 return func(*args, **kwargs)
         return _outside(func, args, kwargs)
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> None:
         """None, as long as no gradient is under way; reading one raises, because it is not in memory."""
         owner = getattr(self, "owner", None)
@@ -102,7 +102,7 @@ class Shell(torch.nn.Parameter):
                 f"the gradient of {self.parameter_name} cannot be set: it lives with the optimizer, not in memory"
             )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
         name = getattr(self, "parameter_name", "?")
         return f"Shell({name}, shape={tuple(self.shape)}, dtype={self.dtype}, offloaded)"
@@ -113,7 +113,7 @@ class Shell(torch.nn.Parameter):
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Never:  # type: ignore[override]
+    def set_(self, *args: Any, **kwargs: Any) -> Never:
         """Refused here, because PyTorch does not ask ``__torch_function__`` about it."""
         _refuse("set_", self, *args, **kwargs)
 

@@ -157,7 +157,7 @@ class ActivationSwap:
 
     def swap_in(self, handle: torch.Tensor) -> torch.Tensor:
         """Start bringing back what ``handle`` stands for; ``ops.wait`` on the result waits for it."""
-        away = self._away.pop(handle.storage_offset(), None)
+        away = self._away.pop(int(handle.storage_offset()), None)
         if away is None:
             raise StepError(
                 "a swapped activation is asked for a second time: this backward ran before (retain_graph=True?); "

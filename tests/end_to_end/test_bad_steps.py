@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lohan_fx
 from lohan_fx.compile import compiled
-from lohan_fx.errors import OffloadedParameterError, StepError
+from lohan_fx.errors import LohanError, OffloadedParameterError, StepError
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from tests.tiny import Plain, Tiny, batch, profile, same_weights
@@ -648,3 +649,40 @@ def test_parts_of_the_model_cannot_be_called(pair: Pair) -> None:
         ):
             call(x)
     pair.goes_on()
+
+
+# --- the end in the middle ------------------------------------------------------------------------------------
+
+
+def test_release_between_forward_and_backward(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "swap-nvme")
+    pair.step(0)
+    loss = pair.model(batch(1))
+    lohan_fx.release(pair.model)
+    with pytest.raises(LohanError, match=r"its model was released; call lohan_fx\.compile"):
+        loss.backward()
+    same_weights(pair.model, pair.plain.model)
+    assert [pair.model(batch(1)).item()] == pair.plain.step(batch(1))
+
+
+def test_release_between_backward_and_step(tmp_path: Path) -> None:
+    """The update ran inside the backward: the parameters are those after it."""
+    pair = Pair(tmp_path, "swap-nvme", accumulation_steps=1)
+    pair.model(batch(0)).backward()
+    lohan_fx.release(pair.model)
+    pair.plain.step(batch(0))
+    same_weights(pair.model, pair.plain.model)
+
+
+def test_an_engine_closed_with_everything_under_way(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "swap-nvme", accumulation_steps=1)
+    pair.step(0)
+    model, engine = pair.model, pair.engine
+    loss = model(batch(1))
+    started_s = time.monotonic()
+    engine.close()
+    engine.close()
+    assert time.monotonic() - started_s < 30
+    assert not list(tmp_path.iterdir())
+    del loss
+    compiled(model).detach()
