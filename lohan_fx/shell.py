@@ -102,7 +102,7 @@ class Shell(torch.nn.Parameter):
                 f"the gradient of {self.parameter_name} cannot be set: it lives with the optimizer, not in memory"
             )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         name = getattr(self, "parameter_name", "?")
         return f"Shell({name}, shape={tuple(self.shape)}, dtype={self.dtype}, offloaded)"
