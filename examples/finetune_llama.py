@@ -130,6 +130,7 @@ def train(
     with LiveLine(args.steps, tokens_per_step=args.batch * args.seq) as live:
         monitor.step()
         for number in range(args.steps):
+            stop_if_asked()
             batch = text.batch(number)
             if number == record_at:
                 with monitor.record() as events:
@@ -274,10 +275,28 @@ def run(args: argparse.Namespace) -> None:
     print(f"wrote {picture} and {results}; {data['seconds']:.0f} s in all")
 
 
+_asked: list[int] = []
+
+
+def ask_to_stop(kind: int, frame: object) -> None:
+    """Stop as after Ctrl-C, so that the files are removed. Noted as well, because Python drops an exception that is
+    raised while a finalizer runs."""
+    del frame
+    _asked.append(kind)
+    stop_if_asked()
+
+
+def stop_if_asked() -> None:
+    """Raise what ends the run, if a signal has asked for it."""
+    if _asked:
+        raise KeyboardInterrupt if _asked[0] == signal.SIGINT else SystemExit(128 + _asked[0])
+
+
 def main() -> int:
     args = parse_arguments()
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are removed then, too
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, ask_to_stop)
     try:
         run(args)
     except KeyboardInterrupt:
