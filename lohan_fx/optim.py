@@ -135,9 +135,10 @@ class Adam(torch.optim.Optimizer):
                     f"param group {index} changed between backward and step ({used} was used, now {now[index]}): the "
                     "update ran inside the backward; change hyper-parameters after step()"
                 )
-        self._engine.step()
+        updated = set(self._engine.step())
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
-        torch.autograd.graph.increment_version([shell for group in self.param_groups for shell in group["params"]])
+        shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
+        torch.autograd.graph.increment_version(shells)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -61,7 +61,7 @@ class Engine:
         self.options: Options | None = None
         self.applied_with: dict[int, AdamOptions] = {}
         self._activation_slots: list[int] = []
-        self._applying = False
+        self._applying = self._holding = False
         self._machine: Machine | None = None
         self._closed = False
         ops.bind(self.slots, self)
@@ -159,6 +159,7 @@ class Engine:
             self._optimizer.offer(slot, g, Purpose.APPLY, options)
         else:
             self.states.make_room_to_hold(slot)
+            self._holding = True
             self._optimizer.offer(slot, g, Purpose.HOLD, None)
 
     # --- the order of a step ----------------------------------------------------------------------------------
@@ -181,10 +182,10 @@ class Engine:
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
             )
         self._applying = self.micro_batches.backward_begins()
-        if self._any_held():
-            # What is held may be on its way to NVMe; this backward's gradients are added to it.
-            self._optimizer.barrier()
         try:
+            if self._holding:
+                # What is held may be on its way to NVMe; this backward's gradients are added to it.
+                self._optimizer.barrier()
             # Now, because after the first update a failed activation would leave the step half done.
             self._swap.raise_failure()
             with ops.expecting(), self._on_the_clock("backward"):
@@ -209,19 +210,19 @@ class Engine:
 
     def holds_gradients(self) -> bool:
         """Whether there are gradients that ``step`` has not counted yet."""
-        return (self.micro_batches.applied and not self.micro_batches.torn) or self._any_held()
+        return not self.micro_batches.torn and (self.micro_batches.applied or self._holding)
 
-    def _any_held(self) -> bool:
-        return any(resident.contributions for resident in self.residency.values())
+    def step(self) -> Collection[int]:
+        """Finish the step: apply what is held, and wait until all is in place; the slots that were updated.
 
-    def step(self) -> None:
-        """Finish the step: apply what is held, and wait until all is in place. May be called again if interrupted."""
+        May be called again if it was interrupted.
+        """
         if self._closed:
             raise StepError("step() was called after the model was released: it has ordinary parameters again now")
         self.micro_batches.refuse_if_torn()
         assert self.options is not None
         if self._machine is None:
-            return
+            return ()
         try:
             self._optimizer.barrier()
             # Also after an update in the backward: that of another micro-batch may have reached more parameters.
@@ -229,22 +230,25 @@ class Engine:
                 options = self.options(slot) if resident.contributions else None
                 if options is not None:
                     self.micro_batches.gradient_applied()
+                    self.applied_with[slot] = options
                     self._optimizer.apply_held(slot, options)
             self._optimizer.barrier()
         except Exception as error:
             self.micro_batches.backward_failed(error)
             raise
-        self.states.forget_held()
-        self.applied_with.clear()
+        updated = list(self.applied_with)
+        self._forget_gradients()
         self.micro_batches.step_ends()
+        return updated
 
     def zero_grad(self) -> None:
         """Forget the gradients that are held."""
         self.micro_batches.gradients_dropped()
-        if self._machine is not None and self._any_held():
+        if self._machine is not None and self._holding:
             # A failure to hold them is forgotten with them: no parameter has changed.
             self._optimizer.settle()
-        self.states.forget_held()
+        if not self.micro_batches.torn:
+            self._forget_gradients()
 
     def before_reading(self) -> None:
         """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done."""
@@ -264,8 +268,12 @@ class Engine:
         torn = self.micro_batches.torn
         self.micro_batches.restored(state)
         if torn and not self.micro_batches.torn:
-            self.states.forget_held()
-            self.applied_with.clear()
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self.states.forget_held()
+        self.applied_with.clear()
+        self._holding = False
 
     def let_go(self) -> None:
         """Before the end: wait until nothing is under way, whatever has become of it."""

@@ -180,3 +180,24 @@ class _Chain(torch.nn.Module):
 def test_in_a_plain_sequence_every_module_is_a_block() -> None:
     graph = graph_of(capture(_Chain(), torch.ones(2, 4)))
     assert graph.mandatory == {"tanh"}
+
+
+class _Normed(torch.nn.Module):
+    """Changes its running statistics in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(torch.sin(self.first(x)))).sum()
+
+
+def test_ops_that_read_what_the_forward_changes_run_once() -> None:
+    graph = graph_of(capture(_Normed(), torch.linspace(-1, 1, 12).view(3, 4)))
+    normed = {name for name, a in graph.activations.items() if "batch_norm" in a.op}
+    assert normed & graph.mandatory
+    assert not closure(graph, graph.mandatory) & normed
+    assert {a.op for name, a in graph.activations.items() if name in graph.mandatory} == {
+        "aten._native_batch_norm_legit_functional"
+    }
