@@ -2,7 +2,8 @@
 
     python benchmarks/generality.py [--size demo --batch 4 --seq 128 --rounds 8] [--save]
 
-Bar: at most 1.1x the step of plain PyTorch (medians). The losses must agree first.
+Bar: at most 1.1x the step of plain PyTorch (medians). The losses must be those of the same graph without our passes,
+``torch.compile(backend="aot_eager")``, to the last bit; how far those drift from eager bf16 is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import lohan_fx
 from lohan_fx.plan import Tier
 
 MOST_RATIO = 1.1
-LOSS_TOLERANCE = 0.02
 
 
 def timed(step: Step, losses: list[float]) -> float:
@@ -44,11 +44,14 @@ def main() -> None:
         timed(plain, plain_losses), timed(ours.step, our_losses)
     rounds = list(alternating(args.rounds, lambda: timed(plain, plain_losses), lambda: timed(ours.step, our_losses)))
     lohan_fx.release(ours.model)
+    graph = plain_step(workload, backend="aot_eager")
+    graph_losses = [graph() for _ in our_losses]
     plain_s, ours_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     ratio = statistics.median(ours / plain for plain, ours in rounds)
-    apart = max(abs(a - b) for a, b in zip(plain_losses, our_losses, strict=True))
+    apart = max(abs(a - b) for a, b in zip(graph_losses, our_losses, strict=True))
+    drift = max(abs(a - b) for a, b in zip(graph_losses, plain_losses, strict=True))
     missed = [] if ratio <= MOST_RATIO else [f"{ratio:.3f}x plain PyTorch, at most {MOST_RATIO} allowed"]
-    missed += [] if apart <= LOSS_TOLERANCE else [f"losses differ by {apart}"]
+    missed += [] if apart == 0 else [f"losses differ from aot_eager by {apart}"]
     missed += [] if in_memory else ["the plan does not keep everything in memory: free some and run again"]
     prediction = ours.plan.prediction
     assert prediction is not None
@@ -58,11 +61,13 @@ def main() -> None:
             ("plain PyTorch", f"{plain_s:.3f} s/step"),
             ("lohan_fx, all in memory", f"{ours_s:.3f} s/step, predicted {prediction.step_s:.3f}"),
             ("ratio, median of pairs", f"{ratio:.3f}"),
-            ("largest difference of losses", f"{apart:.2g}"),
+            ("largest difference of losses from aot_eager", f"{apart:.2g}"),
+            ("aot_eager's from eager", f"{drift:.2g}"),
         ],
         {
             "plain_s": plain_s, "lohan_fx_s": ours_s, "ratio": ratio, "predicted_s": prediction.step_s,
             "rounds": rounds, "losses": our_losses, "plain_losses": plain_losses,
+            "loss_difference": apart,
             "size": args.size, "batch": args.batch, "seq": args.seq,
         },
         missed,

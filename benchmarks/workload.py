@@ -73,9 +73,11 @@ Step = Callable[[], float]
 """Runs one training step and returns its loss."""
 
 
-def plain_step(workload: Workload, *, fused: bool = True) -> Step:
-    """Plain PyTorch, all in RAM: bf16 model, fp32 masters, ``torch.optim.AdamW``."""
+def plain_step(workload: Workload, *, fused: bool = True, backend: str | None = None) -> Step:
+    """Plain PyTorch, all in RAM: bf16 model, fp32 masters, ``torch.optim.AdamW``; eager, or compiled by ``backend``."""
     model, tokens = workload.build(), workload.tokens()
+    if backend is not None:
+        model.compile(backend=backend)
     masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=fused)
 
