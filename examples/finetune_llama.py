@@ -40,7 +40,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan
 from lohan_fx.plan_table import plan_summary
-from lohan_fx.planner import POLICIES
+from lohan_fx.policies import POLICIES
 from lohan_fx.runtime.timeline import Event
 from lohan_fx.timeline_chart import draw
 from lohan_fx.units import format_bytes

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Windows
-from lohan_fx.planner import Budgets, ParameterFacts, layer_of_parameter
+from lohan_fx.plan_builder import layer_of_parameter
+from lohan_fx.problem import Budgets, ParameterFacts
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
 MIB = 1 << 20

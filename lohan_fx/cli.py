@@ -28,7 +28,7 @@ from lohan_fx.compile import compiled, default_nvme_root
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
-from lohan_fx.planner import POLICIES
+from lohan_fx.policies import POLICIES
 from lohan_fx.presets import PRESETS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,6 +12,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lohan_fx import cost, meta
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.meta import Cost
 from lohan_fx.passes.activation_graph import activation_graph
 from lohan_fx.passes.annotate import annotate
@@ -26,7 +27,9 @@ from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import ParameterPlan, Plan, Prediction, Windows
-from lohan_fx.planner import Budgets, ParameterFacts, Problem, homes_only, host_bytes, make_plan, resident_bytes
+from lohan_fx.plan_builder import homes_only
+from lohan_fx.planner import make_plan
+from lohan_fx.problem import Budgets, ParameterFacts, Problem
 
 PASSES: tuple[Pass, ...] = (
     insert_recompute,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lohan_fx.plan import ActivationPlan, Decision, Keep, ParameterPlan, Plan, Prediction, Recompute, Swap, Tier
-from lohan_fx.planner import STATE_BYTES
+from lohan_fx.problem import STATE_BYTES
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
 K = TypeVar("K")

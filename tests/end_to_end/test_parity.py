@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx import planner
+from lohan_fx import problem
 from lohan_fx.budgets import choose_windows, fixed_bytes, parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -54,7 +54,7 @@ def _matrix(often: Mapping[str, Collection[str]], policies: Sequence[str] = FORC
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All matrices of these models are small enough to stay in memory whatever the plan; here only norms are."""
-    monkeypatch.setattr(planner, "SMALL_PARAMETER_ELEMENTS", 256)
+    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 256)
 
 
 @pytest.mark.parametrize(("case", "policy"), _matrix(OFTEN))

@@ -24,7 +24,7 @@ from lohan_fx.budgets import (
 )
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.planner import ParameterFacts
+from lohan_fx.problem import ParameterFacts
 
 GPU = HardwareProfile.preset("rtx4090-12xP5510")
 CPU = replace(GPU, device="cpu")

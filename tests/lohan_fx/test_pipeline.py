@@ -28,7 +28,8 @@ from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.verify import ORDER
 from lohan_fx.pipeline import PASSES, Request, boxed, compile_inference, compile_training
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
-from lohan_fx.planner import POLICIES, ParameterFacts
+from lohan_fx.policies import POLICIES
+from lohan_fx.problem import ParameterFacts
 from tests.passes import graphs
 from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
 from tests.passes.graphs import Captured, captured, graph_of, nodes

@@ -16,15 +16,10 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
 from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Windows
-from lohan_fx.planner import (
-    POLICIES,
-    Budgets,
-    ParameterFacts,
-    Problem,
-    homes_only,
-    layer_of_parameter,
-    make_plan,
-)
+from lohan_fx.plan_builder import homes_only, layer_of_parameter
+from lohan_fx.planner import make_plan
+from lohan_fx.policies import POLICIES
+from lohan_fx.problem import Budgets, ParameterFacts, Problem
 
 MIB = 1 << 20
 GPU = HardwareProfile.preset("rtx4090-12xP5510")

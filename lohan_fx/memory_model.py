@@ -1,0 +1,54 @@
+"""memory_model: the bytes that a plan needs per tier, and whether they fit."""
+
+from __future__ import annotations
+
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.problem import STATE_BYTES, Problem
+
+STAGING_GROWTH_BYTES = 128 << 20
+"""A larger promise also gets larger staging, by at most this, and larger windows, by at most 5/16 of the difference
+(``budgets.choose_windows``)."""
+
+
+def resident_bytes(plan: Plan) -> tuple[int, int]:
+    """(device, host) bytes of parameters and states that ``plan`` keeps in memory."""
+    device = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
+    host = sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
+    for p in plan.parameters:
+        if p.states_home is Tier.HOST:
+            # On a CPU an fp32 master that is also what the graph computes with exists once.
+            shared = plan.device == "cpu" and p.home is Tier.DEVICE and p.bytes == 4 * p.numel
+            host += STATE_BYTES * p.numel - (p.bytes if shared else 0)
+    return device, host
+
+
+def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
+    """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
+    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    return problem_fixed_bytes + resident_bytes(plan)[1] + swapped
+
+
+def missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes by which ``plan`` exceeds its budget; empty where it fits."""
+    budgets = problem.budgets
+    device = device_peak + resident_bytes(plan)[0]
+    host = host_bytes(budgets.fixed_bytes, plan) + (device if budgets.shared else 0)
+    over = {"device": device - budgets.device_memory_bytes, "host": host - budgets.host_memory_bytes}
+    return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+
+
+def check(problem: Problem, plan: Plan, device_peak: int) -> None:
+    over = missing(problem, plan, device_peak)
+    if not over:
+        return
+    budgets = problem.budgets
+    lines = []
+    for tier, nbytes in over.items():
+        budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
+        enough = budget + nbytes if tier == "device" else budget + nbytes * 16 // 11 + STAGING_GROWTH_BYTES
+        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough:,} would fit")
+    raise InfeasiblePlan(
+        f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
+        f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
+    )

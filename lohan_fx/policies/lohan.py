@@ -1,0 +1,16 @@
+"""lohan: LoHan's own policy with this project's corrections (LoHan IV-C, IV-D; mechanisms B2-B4)."""
+
+from __future__ import annotations
+
+from lohan_fx.joint_search import joint_search
+from lohan_fx.policies.policy import Policy
+
+LOHAN = Policy(
+    name="lohan",
+    source="LoHan",
+    parameters="NVMe, what fits in memory",
+    states="NVMe, what fits in host RAM",
+    activations="kept, swapped to host or NVMe, or recomputed, by benefit",
+    optimizer="CPU, in the backward",
+    decide=joint_search,
+)

@@ -1,0 +1,29 @@
+"""policy: what one policy is: a decision procedure, and how it differs from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Plan
+from lohan_fx.problem import Problem
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``decide(problem, hw)`` makes the plan. The texts say what goes where, for ``lohan_fx.policies()``.
+
+    ``source``: the paper, or "ours". ``runs``: whether this runtime can execute its plans; the others are planned and
+    simulated only, and ``why_not`` says why.
+    """
+
+    name: str
+    source: str
+    parameters: str
+    states: str
+    activations: str
+    optimizer: str
+    decide: Callable[[Problem, HardwareProfile], Plan]
+    runs: bool = True
+    why_not: str = ""

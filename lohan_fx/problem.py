@@ -1,0 +1,58 @@
+"""problem: everything a plan is made from, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lohan_fx.passes.activation_graph import ActivationGraph
+from lohan_fx.plan import Plan, Windows
+
+STATE_BYTES = 12
+"""Bytes of fp32 master and two fp32 moments per trained parameter."""
+SMALL_PARAMETER_ELEMENTS = 1 << 15
+"""Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
+SMALL_ACTIVATION_BYTES = 4096
+"""What is smaller is kept: moving it would cost an I/O request."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the planner knows of a parameter. ``bytes``: of its compute-dtype copy."""
+
+    name: str
+    numel: int
+    bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What may be used. ``fixed_bytes``: host memory that is spent whatever the plan (staging, captured graphs).
+
+    ``shared``: the device is the CPU, so that device memory is host memory and both count against one promise.
+    """
+
+    host_memory_bytes: int
+    device_memory_bytes: int
+    fixed_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything the planner decides from.
+
+    ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
+    home on the device aside.
+    """
+
+    policy: str
+    compute_dtype: str
+    parameters: tuple[ParameterFacts, ...]
+    activations: ActivationGraph
+    forward_s: float
+    backward_s: float
+    budgets: Budgets
+    windows: Windows
+    device_peak: Callable[[Plan], int]
