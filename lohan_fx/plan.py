@@ -26,9 +26,13 @@ class Tier(enum.StrEnum):
 
 
 class OptimizerTiming(enum.StrEnum):
-    """When the optimizer of a parameter runs."""
+    """When the optimizer of a parameter runs.
+
+    ``AFTER_BACKWARD``: in a stage of its own once the whole backward is done, as ZeRO does; what LoHan avoids.
+    """
 
     IN_BACKWARD = "in_backward"
+    AFTER_BACKWARD = "after_backward"
     NONE = "none"
 
 

@@ -31,7 +31,13 @@ def build_plan(
     homes: dict[str, Tier],
     states_home: Tier,
     resident: Collection[str] = (),
+    *,
+    optimizer_runs: OptimizerTiming = OptimizerTiming.IN_BACKWARD,
 ) -> Plan:
+    """The ``Plan`` of ``problem`` with these decisions; trained parameters are updated when ``optimizer_runs`` says.
+
+    ``resident``: parameters whose states stay in host memory wherever the others' are.
+    """
     found = problem.activations
     in_memory = set(resident)
     if states_home is Tier.NVME:
@@ -53,7 +59,7 @@ def build_plan(
                 trainable=p.trainable,
                 home=homes[p.name],
                 states_home=(Tier.HOST if p.name in in_memory else states_home) if p.trainable else None,
-                optimizer_runs=OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE,
+                optimizer_runs=optimizer_runs if p.trainable else OptimizerTiming.NONE,
             )
             for p in problem.parameters
         ),
