@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import Plan, Swap, Tier
-from lohan_fx.problem import STATE_BYTES, Problem
+from lohan_fx.problem import GRADIENT_BYTES, STATE_BYTES, Problem
 
 STAGING_GROWTH_BYTES = 128 << 20
 """A larger promise also gets larger staging, by at most this, and larger windows, by at most 5/16 of the difference
@@ -12,15 +12,16 @@ STAGING_GROWTH_BYTES = 128 << 20
 
 
 def resident_bytes(plan: Plan) -> tuple[int, int]:
-    """(device, host) bytes of parameters and states that ``plan`` keeps in memory."""
-    device = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
-    host = sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
+    """(device, host) bytes of parameters, states and waiting gradients that ``plan`` keeps in memory."""
+    found = {tier: sum(p.bytes for p in plan.parameters if p.home is tier) for tier in Tier}
     for p in plan.parameters:
-        if p.states_home is Tier.HOST:
-            # On a CPU an fp32 master that is also what the graph computes with exists once.
-            shared = plan.device == "cpu" and p.home is Tier.DEVICE and p.bytes == 4 * p.numel
-            host += STATE_BYTES * p.numel - (p.bytes if shared else 0)
-    return device, host
+        if p.states_home is not None:
+            # An fp32 master that is also what the graph computes with exists once where both are in one memory.
+            same = p.home is p.states_home or (plan.device == "cpu" and Tier.NVME not in (p.home, p.states_home))
+            found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
+        if p.gradient_home is not None:
+            found[p.gradient_home] += GRADIENT_BYTES * p.numel
+    return found[Tier.DEVICE], found[Tier.HOST]
 
 
 def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:

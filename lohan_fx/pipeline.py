@@ -173,13 +173,9 @@ def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
         forward=cost.forward_stage(work, request.hw),
         backward=cost.backward_stage(work, request.hw),
         peak_bytes={"device": device, "host": host},
-        nvme_read_bytes=(
-            work.fetched_forward_nvme_bytes
-            + work.fetched_backward_nvme_bytes
-            + work.state_read_bytes
-            + work.swapped_nvme_bytes
-        ),
-        nvme_write_bytes=work.state_write_bytes + work.swapped_nvme_bytes,
+        optimizer=cost.optimizer_stage(work, request.hw),
+        nvme_read_bytes=work.nvme_read_bytes,
+        nvme_write_bytes=work.nvme_write_bytes,
         flops=sum(meta.cost(n).flops for again, n in flops if not again),
         recompute_flops=sum(meta.cost(n).flops for again, n in flops if again),
     )

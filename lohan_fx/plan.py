@@ -104,7 +104,10 @@ class ActivationPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Where one parameter (its compute-dtype copy) and its optimizer states live, and when it is updated."""
+    """Where one parameter (its compute-dtype copy) and its optimizer states live, and when it is updated.
+
+    ``gradient_home``: where the fp32 gradient of a parameter updated ``AFTER_BACKWARD`` waits for that; else None.
+    """
 
     name: str
     layer: str
@@ -114,6 +117,7 @@ class ParameterPlan:
     home: Tier
     states_home: Tier | None
     optimizer_runs: OptimizerTiming
+    gradient_home: Tier | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,8 @@ class Windows:
     ``fetch_bytes``: parameters on the device that nobody has used yet; ``swap_in_bytes``: the same for
     activations; ``gradient_bytes``: gradients on the device that still wait for the d2h lane.
     ``chunk_elements``: the optimizer's unit of read, update and write; ``io_bytes``: one transfer of the other
-    lanes; the ``*_buffers`` are counts of host staging buffers.
+    lanes; the ``*_buffers`` are counts of host staging buffers. One buffer for the optimizer makes it read, update
+    and write strictly one after the other (LoHan's naive handler).
     """
 
     fetch_bytes: int
@@ -142,7 +147,7 @@ class Windows:
             value = getattr(self, name)
             if value <= 0 or value % 4096:
                 raise ValueError(f"Windows.{name} is {value}: expected a positive multiple of 4096")
-        for name, least in (("io_buffers", 1), ("optimizer_buffers", 2)):
+        for name, least in (("io_buffers", 1), ("optimizer_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
 
@@ -164,7 +169,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says will happen in one training step."""
+    """What the planner says will happen in one training step.
+
+    ``optimizer``: the stage after the backward; empty where all is updated in it.
+    """
 
     forward: Stage
     backward: Stage
@@ -173,10 +181,11 @@ class Prediction:
     nvme_write_bytes: int
     flops: int
     recompute_flops: int
+    optimizer: Stage = field(default_factory=lambda: Stage({}))
 
     @property
     def step_s(self) -> float:
-        return self.forward.seconds + self.backward.seconds
+        return self.forward.seconds + self.backward.seconds + self.optimizer.seconds
 
 
 @dataclass(frozen=True)
@@ -252,7 +261,7 @@ class Plan:
             raw["windows"] = Windows(**raw["windows"])
             raw["notes"] = tuple(raw["notes"])
             if raw["prediction"] is not None:
-                stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward")}
+                stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward", "optimizer")}
                 raw["prediction"] = Prediction(**{**raw["prediction"], **stages})
             return cls(**raw)
         except (KeyError, TypeError) as error:
@@ -260,12 +269,13 @@ class Plan:
 
 
 def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
-    states_home = raw["states_home"]
+    states_home, gradient_home = raw["states_home"], raw["gradient_home"]
     return ParameterPlan(
         **{
             **raw,
             "home": Tier(raw["home"]),
             "states_home": None if states_home is None else Tier(states_home),
+            "gradient_home": None if gradient_home is None else Tier(gradient_home),
             "optimizer_runs": OptimizerTiming(raw["optimizer_runs"]),
         }
     )

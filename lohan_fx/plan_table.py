@@ -6,6 +6,7 @@ place in their layer with the same size and homes. Every number follows from the
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -70,7 +71,8 @@ def _header(plan: Plan) -> str:
 
 
 def _prediction(prediction: Prediction) -> str:
-    stages = (("forward", prediction.forward), ("backward", prediction.backward))
+    stages = [("forward", prediction.forward), ("backward", prediction.backward)]
+    stages += [("optimizer", prediction.optimizer)] if prediction.optimizer.lanes_s else []
     lanes = list(dict.fromkeys(lane for _, stage in stages for lane in stage.lanes_s))
     rows = [
         [f"  {name}", format_seconds(stage.seconds), stage.bottleneck]
@@ -127,10 +129,7 @@ def _ratio(benefit: float) -> str:
 
 
 def _parameters(parameters: Sequence[ParameterPlan]) -> str:
-    alike = _grouped(
-        parameters,
-        lambda p: (_numbers_out(p.name), p.numel, p.bytes, p.trainable, p.home, p.states_home, p.optimizer_runs),
-    )
+    alike = _grouped(parameters, lambda p: dataclasses.replace(p, name=_numbers_out(p.name), layer=""))
     rows = []
     # Rows of one name stand together, whatever the homes.
     by_name = _grouped(alike.values(), lambda found: _numbers_out(found[0].name))
@@ -138,6 +137,7 @@ def _parameters(parameters: Sequence[ParameterPlan]) -> str:
         first = found[0]
         states = str(first.states_home) if first.states_home is not None else "-"
         runs = first.optimizer_runs.replace("_", " ") if first.trainable else "frozen"
+        runs += f", gradient waits on {first.gradient_home}" if first.gradient_home is not None else ""
         size = [str(len(found)), f"{first.numel:,}", format_bytes(first.bytes)]
         rows.append([f"  {_names(found)}", *size, str(first.home), states, runs])
     total = [

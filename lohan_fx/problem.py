@@ -10,6 +10,8 @@ from lohan_fx.plan import Plan, Windows
 
 STATE_BYTES = 12
 """Bytes of fp32 master and two fp32 moments per trained parameter."""
+GRADIENT_BYTES = 4
+"""Bytes of a waiting gradient per parameter: held gradients are fp32 sums."""
 SMALL_PARAMETER_ELEMENTS = 1 << 15
 """Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
 SMALL_ACTIVATION_BYTES = 4096

@@ -14,10 +14,12 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import Work
 from lohan_fx.meta import Cost, Lane
 from lohan_fx.passes.halves import Halves
-from lohan_fx.plan import ParameterPlan, Plan, Tier
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
 
 STATE_READ_BYTES = 12
 """Per parameter: fp32 master and two moments."""
+HELD_BYTES = 4
+"""Per parameter: the fp32 gradient that waits for its update."""
 
 
 def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Work:
@@ -29,7 +31,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
     back = sum(node_seconds(meta.cost(n)) for n in _computing(backward)) - again
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
-    away = [p for p in updated if p.states_home is Tier.NVME]
+    late = [p for p in updated if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD]
+    early = [p for p in updated if p.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD]
     return Work(
         forward_s=computed,
         backward_s=back,
@@ -40,10 +43,15 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
         fetched_backward_nvme_bytes=_fetched(backward, homes, Tier.NVME),
         swapped_bytes=sum(_swapped_bytes(n) for n in swaps),
         swapped_nvme_bytes=sum(_swapped_bytes(n) for n in swaps if n.args[2] == Tier.NVME),
-        gradient_bytes=sum(p.bytes for p in updated),
-        state_read_bytes=sum(STATE_READ_BYTES * p.numel for p in away),
-        state_write_bytes=sum(STATE_READ_BYTES * p.numel for p in away) + sum(_streamed_back(p) for p in updated),
-        adam_parameters=sum(p.numel for p in updated),
+        gradient_bytes=sum(p.bytes for p in updated if p.gradient_home is not Tier.DEVICE),
+        state_read_bytes=_states_read(early),
+        state_write_bytes=_states_written(early),
+        adam_parameters=sum(p.numel for p in early),
+        held_nvme_bytes=sum(HELD_BYTES * p.numel for p in updated if p.gradient_home is Tier.NVME),
+        late_state_read_bytes=_states_read(late),
+        late_state_write_bytes=_states_written(late),
+        late_adam_parameters=sum(p.numel for p in late),
+        serial_optimizer=plan.windows.optimizer_buffers == 1,
     )
 
 
@@ -70,6 +78,14 @@ def _swapped_bytes(node: Node) -> int:
     source = node.args[0]
     assert isinstance(source, Node)
     return meta.cost(source).bytes
+
+
+def _states_read(updated: list[ParameterPlan]) -> int:
+    return sum(STATE_READ_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
+
+
+def _states_written(updated: list[ParameterPlan]) -> int:
+    return _states_read(updated) + sum(_streamed_back(p) for p in updated)
 
 
 def _streamed_back(parameter: ParameterPlan) -> int:
