@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
-from lohan_fx.passes.search import RecomputeClosure, search
+from lohan_fx.passes.search import (
+    Benefit,
+    RecomputeClosure,
+    bend,
+    flops_per_byte,
+    flops_per_swap_second,
+    search,
+    seconds_per_byte,
+)
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
 
@@ -182,29 +190,6 @@ def test_smaller_batches_are_bound_by_the_drives_and_save_only_what_must_be() ->
         assert search(model.graph, model.step_s).saved > model.graph.mandatory
 
 
-def literal_algorithm_1(model: Transformer) -> int:
-    """Bytes that LoHan's Algorithm 1 swaps as printed: it breaks before it appends, and only past A_interBlock."""
-    layers = sorted(model.graph.activations.values(), key=lambda a: -model.graph.flops[a.name] / a.bytes)
-    inter_block = sum(model.graph.activations[name].bytes for name in model.graph.mandatory)
-    recompute_s = sum(model.graph.seconds.values())
-    saved_bytes, least = 0, math.inf
-    for layer in layers:
-        recompute_s -= model.graph.seconds[layer.name]
-        time = model.step_s(saved_bytes + layer.bytes, recompute_s)
-        if saved_bytes + layer.bytes >= inter_block and time >= least:
-            break
-        saved_bytes, least = saved_bytes + layer.bytes, min(least, time)
-    return saved_bytes
-
-
-def test_the_printed_algorithm_can_return_less_than_its_minimum_and_ours_cannot() -> None:
-    """9.8 < 10.1 GB at batch 24 (mechanisms c3.3)."""
-    model = Transformer(24, machine())
-    inter_block = sum(model.graph.activations[name].bytes for name in model.graph.mandatory)
-    assert (literal_algorithm_1(model) / GB, inter_block / GB) == pytest.approx((9.8, 10.1), abs=0.05)
-    assert search(model.graph, model.step_s).saved_bytes == inter_block
-
-
 # --- how the walk ends ----------------------------------------------------------------------------------------
 
 
@@ -227,9 +212,84 @@ def test_a_plateau_is_crossed() -> None:
     assert (set(choice.saved), choice.step_s) == ({"v0", "v1", "v2", "v3"}, 7)
 
 
-def test_the_walk_stops_where_the_step_gets_slower() -> None:
+def test_the_fastest_state_of_a_convex_walk_is_where_it_first_rises() -> None:
+    choice = search(_chain(1, 4, 3, 2, 1), _by_size(9, 8, 8.5, 10, 12))
+    assert (set(choice.saved), choice.step_s, choice.bend, choice.went_on) == ({"v0", "v1"}, 8, 0.0, False)
+
+
+def test_where_the_walk_is_not_convex_the_search_goes_on_and_says_so() -> None:
     choice = search(_chain(1, 4, 3, 2, 1), _by_size(9, 8, 8.5, 1, 1))
-    assert (set(choice.saved), choice.step_s) == ({"v0", "v1"}, 8)
+    assert (len(choice.saved), choice.step_s, choice.went_on) == (4, 1, True)
+    assert choice.bend == pytest.approx((8.5 - (9 - 2 * 8 / 3)) / 8.5)
+
+
+def test_of_equally_fast_states_the_one_that_saves_least_is_taken() -> None:
+    assert search(_chain(1, 4, 3, 2, 1), _by_size(9, 8, 8, 8, 9)).saved == {"v0", "v1"}
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 50)), min_size=1, max_size=8))
+def test_the_bend_is_the_distance_to_the_lowest_chord(steps: list[tuple[int, int]]) -> None:
+    sizes = list(itertools.accumulate(size for size, _ in steps))
+    walk = [(size, float(time)) for size, (_, time) in zip(sizes, steps, strict=True)]
+
+    def hull(x: int) -> float:
+        chords = [
+            ly + (ry - ly) * (x - lx) / (rx - lx)
+            for (lx, ly), (rx, ry) in itertools.product(walk, walk)
+            if lx <= x <= rx and lx < rx
+        ]
+        return min(chords + [y for at, y in walk if at == x])
+
+    assert bend(walk) == pytest.approx(max((y - hull(x)) / y for x, y in walk), abs=1e-8)
+
+
+@given(st.lists(st.integers(-20, 20), max_size=8), st.integers(200, 300))
+def test_a_convex_walk_has_no_bend(slopes: list[int], start: int) -> None:
+    times = itertools.accumulate(sorted(slopes), initial=float(start))
+    assert bend([(size, time) for size, time in enumerate(times)]) == 0.0
+
+
+# --- orders ---------------------------------------------------------------------------------------------------
+
+
+def _saved_first(benefit: Benefit) -> str:
+    """Which of three independent values the walk saves first: one slow, one with many FLOPs, one small."""
+    names = {"slow": (8.0, 10, 4), "heavy": (2.0, 80, 5), "small": (1.0, 15, 1)}
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(names)
+    found = ActivationGraph(
+        graph,
+        {name: flops for name, (_, flops, _) in names.items()},
+        {name: seconds for name, (seconds, _, _) in names.items()},
+        {name: Activation(name, "op", name, "", "", nbytes) for name, (_, _, nbytes) in names.items()},
+        frozenset(names),
+        frozenset(),
+    )
+    steps: list[int] = []
+
+    def step_s(saved_bytes: int, recompute_s: float) -> float:
+        steps.append(saved_bytes)
+        return 9 - len(steps) if len(steps) < 3 else 99
+
+    return next(iter(search(found, step_s, benefit=benefit).saved))
+
+
+def test_each_order_saves_its_own_first() -> None:
+    assert _saved_first(seconds_per_byte) == "slow"
+    assert _saved_first(flops_per_byte) == "heavy"
+    assert _saved_first(flops_per_swap_second(lambda nbytes: nbytes / 4)) == "heavy"
+    # A transfer that costs the same whatever its size favours large values, one that grows faster small ones.
+    assert _saved_first(flops_per_swap_second(lambda nbytes: 1.0)) == "heavy"
+    assert _saved_first(flops_per_swap_second(lambda nbytes: float(nbytes**3))) == "small"
+
+
+def test_lohans_and_fuyous_orders_find_the_same_for_a_transformer() -> None:
+    """Mechanisms B4: SBF is equivalent to OB where a swap takes time by its bytes."""
+    model = Transformer(32, machine())
+    fuyou = flops_per_swap_second(lambda nbytes: nbytes / 21.2e9)
+    found = [search(model.graph, model.step_s, benefit=order) for order in (flops_per_byte, fuyou)]
+    assert found[0] == found[1]
+    assert found[0].step_s == pytest.approx(search(model.graph, model.step_s).step_s, rel=1e-3)
 
 
 def test_rounding_is_not_slower() -> None:
