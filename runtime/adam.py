@@ -48,7 +48,7 @@ def update(
             [exp_avg[start:end]],
             [exp_avg_sq[start:end]],
             [],
-            [torch.tensor(float(steps_done), dtype=torch.float32)],
+            [torch.tensor(float(steps_done), dtype=torch.float32, device=master.device if options.fused else "cpu")],
             foreach=False,
             fused=options.fused,
             amsgrad=False,

@@ -20,6 +20,7 @@ from lohan_fx.errors import StepError
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.device_link import link_to
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.host_pool import HostPool, Reservation
@@ -27,7 +28,7 @@ from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer, Purpose
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.parameter_stream import ParameterStream
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import buffer_bytes
@@ -153,7 +154,7 @@ class Engine:
         options = self.options(slot)
         if options is None:
             return
-        if self._applying:
+        if self._applying and not self.states.applied_late(slot):
             self.micro_batches.gradient_applied()
             self.applied_with[slot] = options
             self._optimizer.offer(slot, g, Purpose.APPLY, options)

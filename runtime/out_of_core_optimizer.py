@@ -17,55 +17,24 @@ parameter is not offered again before ``barrier``.
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 import torch
 
 from lohan_fx.errors import LaneTimeout, StepError
-from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Purpose, wait_for_all
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
-from lohan_fx.runtime.slots import Chunk, ParameterSlot, Residency
+from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import StateBuffer
 
 BARRIER_TIMEOUT_S = 3600.0
-
-
-class Purpose(enum.Enum):
-    """What an offered gradient is for."""
-
-    HOLD = "hold"
-    """More gradients of this step will come, or might: add it to what is held."""
-    APPLY = "apply"
-    """It is the step's last: update with the sum of it and what is held."""
-
-
-@dataclass
-class _Job:
-    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered."""
-
-    chunk: Chunk
-    purpose: Purpose
-    options: AdamOptions | None
-    adds: bool
-    steps_done: int
-    gradient: Buffer | None = None
-    states: StateBuffer | None = None
-    reads: list[Work[None]] = field(default_factory=list)
-    failure: BaseException | None = None
-
-    @property
-    def updates(self) -> bool:
-        return self.purpose is Purpose.APPLY
 
 
 class OutOfCoreOptimizer:
@@ -88,8 +57,8 @@ class OutOfCoreOptimizer:
         self._changed = threading.Condition()
         self._window_used = 0
         self._unfinished = 0
-        self._arrived: deque[_Job] = deque()
-        self._reading: deque[_Job] = deque()
+        self._arrived: deque[ChunkUpdate] = deque()
+        self._reading: deque[ChunkUpdate] = deque()
         self._error: BaseException | None = None
         self._error_raised = False
 
@@ -112,7 +81,7 @@ class OutOfCoreOptimizer:
             self._window_used += nbytes
             self._unfinished += len(jobs)
         after = self._machine.link.mark()
-        left = _Countdown(len(jobs), functools.partial(self._free_window, nbytes))
+        left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
         for job in jobs:
             source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
             leave = functools.partial(self._leave, job, source, after, left)
@@ -121,17 +90,18 @@ class OutOfCoreOptimizer:
         if not jobs:
             self._free_window(nbytes)
 
-    def _in_memory(self, parameter: ParameterSlot, purpose: Purpose, jobs: list[_Job]) -> bool:
-        """Whether nothing has to move: the device is the CPU, and the parameter, its states and its sum are in RAM."""
-        resident = self._residency[parameter.slot]
-        if self._machine.device.type != "cpu" or not jobs:
+    def _in_memory(self, parameter: ParameterSlot, purpose: Purpose, jobs: list[ChunkUpdate]) -> bool:
+        """Whether nothing has to move: the parameter, its states and its sum are in the device's memory."""
+        resident, device = self._residency[parameter.slot], self._machine.device
+        if not jobs:
             return False
+        held = resident.held is not None and resident.held.device.type == device.type
         if purpose is Purpose.HOLD:
-            return resident.held is not None
-        at_home = resident.compute is not None and resident.master is not None
-        return at_home and (resident.held is not None or not jobs[0].adds)
+            return held
+        at_home = all(t is not None and t.device.type == device.type for t in (resident.compute, resident.master))
+        return at_home and (held or not jobs[0].adds)
 
-    def _update_here(self, jobs: list[_Job], flat: torch.Tensor) -> None:
+    def _update_here(self, jobs: list[ChunkUpdate], flat: torch.Tensor | None) -> None:
         """Update on the compute thread, with all its cores: beside it, Adam would only take them away from it."""
         with self._changed:
             self._raise_error()
@@ -139,31 +109,25 @@ class OutOfCoreOptimizer:
             with self._machine.pool.acquire("optimizer") as buffer:
                 resident = self._residency[job.chunk.parameter.slot]
                 job.states = StateBuffer(buffer, job.chunk, resident, updates=job.updates, adds=job.adds)
-                self._compute(job, flat[job.chunk.start : job.chunk.start + job.chunk.elements])
+                arrived = None if flat is None else flat[job.chunk.start : job.chunk.start + job.chunk.elements]
+                job.compute(self._machine, arrived)
 
-    def _compute(self, job: _Job, arrived: torch.Tensor | None) -> None:
-        """The arithmetic of one job: sum, update, cast."""
-        states = job.states
-        assert states is not None
-        with self._machine.timeline.span("cpu", f"update of {job.chunk.parameter.name}", job.chunk.elements * 4):
-            gradient = states.sum_gradient(arrived)
-            if job.updates:
-                assert job.options is not None
-                adam.update(job.options, job.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
-                states.make_compute_copy(self._machine.link)
-
-    def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[_Job]:
+    def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[ChunkUpdate]:
         resident = self._residency[parameter.slot]
         adds, steps_done = resident.contributions > 0, resident.updates
         if purpose is Purpose.APPLY:
             resident.contributions, resident.updates = 0, resident.updates + 1
         else:
             resident.contributions += 1
-        return [_Job(c, purpose, options, adds, steps_done) for c in parameter.chunks(self._chunk_elements)]
+        return [ChunkUpdate(c, purpose, options, adds, steps_done) for c in parameter.chunks(self._chunk_elements)]
 
     def apply_held(self, slot: int, options: AdamOptions) -> None:
         """Update ``slot`` with what is held of its gradient."""
-        jobs = self._jobs(self._slots[slot], Purpose.APPLY, options)
+        parameter = self._slots[slot]
+        jobs = self._jobs(parameter, Purpose.APPLY, options)
+        if self._in_memory(parameter, Purpose.APPLY, jobs):
+            self._update_here(jobs, None)
+            return
         with self._changed:
             self._raise_error()
             self._unfinished += len(jobs)
@@ -196,7 +160,7 @@ class OutOfCoreOptimizer:
 
     # --- on the d2h lane --------------------------------------------------------------------------------------
 
-    def _leave(self, job: _Job, source: torch.Tensor, after: Moment, left: _Countdown) -> None:
+    def _leave(self, job: ChunkUpdate, source: torch.Tensor, after: Moment, left: Countdown) -> None:
         machine, label = self._machine, f"gradient of {job.chunk.parameter.name}"
         with self._finished_if_failing(job):
             try:
@@ -209,7 +173,7 @@ class OutOfCoreOptimizer:
                 left.one_less()
             self._arrive(job)
 
-    def _arrive(self, job: _Job) -> None:
+    def _arrive(self, job: ChunkUpdate) -> None:
         with self._changed:
             # Reading may start here and now unless older jobs still wait for a buffer: they come first.
             queue = self._reading if not self._arrived and self._start_reading(job) else self._arrived
@@ -226,13 +190,22 @@ class OutOfCoreOptimizer:
         with self._no_job_lost(), self._changed:
             while self._arrived and self._start_reading(self._arrived[0]):
                 self._reading.append(self._arrived.popleft())
-            job = self._reading.popleft() if self._reading else self._arrived.popleft()
+            job = self._reading.popleft() if self._reading else self._arrived[0]
         with self._finished_if_failing(job):
             if job.states is None:
-                self._read_into(job, self._machine.pool.acquire("optimizer"))
+                self._read_into(job, self._wait_for_buffer())
             self._process(job)
 
-    def _start_reading(self, job: _Job) -> bool:
+    def _wait_for_buffer(self) -> Buffer:
+        """A buffer for the oldest job. It stands in the queue meanwhile, so that no younger one takes the buffer and
+        then waits behind it for ever."""
+        try:
+            return self._machine.pool.acquire("optimizer")
+        finally:
+            with self._changed:
+                self._arrived.popleft()
+
+    def _start_reading(self, job: ChunkUpdate) -> bool:
         """Start the reads of ``job`` if a buffer is free. Called with the lock held, so that jobs stay in order."""
         buffer = self._machine.pool.try_acquire("optimizer")
         if buffer is None:
@@ -240,7 +213,7 @@ class OutOfCoreOptimizer:
         self._read_into(job, buffer)
         return True
 
-    def _read_into(self, job: _Job, buffer: Buffer) -> None:
+    def _read_into(self, job: ChunkUpdate, buffer: Buffer) -> None:
         machine, chunk = self._machine, job.chunk
         resident = self._residency[chunk.parameter.slot]
         job.states = StateBuffer(buffer, chunk, resident, updates=job.updates, adds=job.adds)
@@ -251,10 +224,10 @@ class OutOfCoreOptimizer:
         except BaseException as error:  # raised when it is this job's turn: another one may be at work here
             job.failure = error
 
-    def _process(self, job: _Job) -> None:
+    def _process(self, job: ChunkUpdate) -> None:
         machine, states = self._machine, job.states
         assert states is not None
-        _wait_for_all(job.reads)
+        wait_for_all(job.reads)
         if job.failure is not None:
             raise job.failure
         chunk = job.chunk
@@ -262,19 +235,19 @@ class OutOfCoreOptimizer:
         if job.gradient is not None:
             dtype = chunk.parameter.compute_dtype
             arrived = job.gradient.tensor[: chunk.elements * dtype.itemsize].view(dtype)
-        self._compute(job, arrived)
+        job.compute(self._machine, arrived)
         if job.gradient is not None:
             job.gradient.release()
             job.gradient = None
         writes = states.to_write()
-        done = _Countdown(len(writes), functools.partial(self._finished, job, None))
+        done = Countdown(len(writes), functools.partial(self._finished, job, None))
         for extent, offset, memory, nbytes in writes:
             write = functools.partial(self._write, done, extent, offset, memory, nbytes)
             machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {extent}")
         if not writes:
             self._finished(job, None)
 
-    def _write(self, done: _Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int) -> None:
+    def _write(self, done: Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int) -> None:
         try:
             self._machine.write(extent, offset, memory, nbytes)
         except BaseException as error:
@@ -283,10 +256,10 @@ class OutOfCoreOptimizer:
         finally:
             done.one_less()
 
-    def _finished(self, job: _Job, error: BaseException | None) -> None:
+    def _finished(self, job: ChunkUpdate, error: BaseException | None) -> None:
         """The job is over, well or not: give back its buffers and count it."""
         with suppress(Exception):
-            _wait_for_all(job.reads)
+            wait_for_all(job.reads)
         if job.gradient is not None:
             job.gradient.release()
         if job.states is not None:
@@ -297,7 +270,7 @@ class OutOfCoreOptimizer:
             self._changed.notify_all()
 
     @contextmanager
-    def _finished_if_failing(self, job: _Job) -> Iterator[None]:
+    def _finished_if_failing(self, job: ChunkUpdate) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -335,31 +308,3 @@ class OutOfCoreOptimizer:
             self._reading.clear()
             self._error, self._error_raised = None, False
             self._unfinished = self._window_used = 0
-
-
-def _wait_for_all(reads: list[Work[None]]) -> None:
-    """Wait for each, and only then raise the first failure: no read may still write into a buffer given back."""
-    errors: list[BaseException] = []
-    for read in reads:
-        try:
-            read.wait()
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-class _Countdown:
-    """Calls ``at_zero`` once, when ``one_less`` has been called ``count`` times."""
-
-    def __init__(self, count: int, at_zero: functools.partial[None]) -> None:
-        self._count = count
-        self._at_zero = at_zero
-        self._lock = threading.Lock()
-
-    def one_less(self) -> None:
-        with self._lock:
-            self._count -= 1
-            reached = self._count == 0
-        if reached:
-            self._at_zero()

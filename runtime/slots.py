@@ -107,9 +107,9 @@ class Residency:
     """What of a parameter lives in memory at the moment; None means NVMe.
 
     Flat tensors. ``compute`` is the compute-dtype copy, on the device or (``on_device`` False) in host RAM; ``master``,
-    ``exp_avg`` and ``exp_avg_sq`` are the states in host RAM. ``contributions`` gradients are held for the step that
-    is under way; their fp32 sum is ``held`` where host RAM has room, else the slot's gradient extent. ``updates``
-    counts the optimizer's steps on this parameter.
+    ``exp_avg`` and ``exp_avg_sq`` are the states, in host RAM or on the device. ``contributions`` gradients are held for
+    the step that is under way; their fp32 sum is ``held`` where memory has room, else the slot's gradient extent.
+    ``updates`` counts the optimizer's steps on this parameter.
     """
 
     compute: torch.Tensor | None = None

@@ -1,7 +1,7 @@
 """state_buffer: one chunk's states in memory: where each array is, what to read before and write after.
 
 A pool buffer holds, one after the other, fp32 master, first and second moment, gradient, and the compute-dtype
-copy. Arrays that live in host RAM are used in place, and neither read nor written.
+copy. Arrays that live in memory are used in place, and neither read nor written; those on a GPU only together.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StateBuffer:
             target = compute[start : start + elements]
             if target.data_ptr() == self.master.data_ptr():
                 return
-            if compute.device.type == "cpu":
+            if compute.device.type == "cpu" or compute.device == self.master.device:
                 target.copy_(self.master)
             else:
                 staged = self._compute_bytes().view(target.dtype)

@@ -18,6 +18,7 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import STATE_DTYPE, ParameterSlot, Residency
 
 STAGING_BYTES = 8 << 20
+CPU = torch.device("cpu")
 
 
 class States:
@@ -33,6 +34,7 @@ class States:
         self.hold_bytes = 0
         self._held_bytes = 0
         self._gradient_extents: set[str] = set()
+        self._gradient_homes: dict[int, torch.device | None] = {}
 
     # --- whole parameters -------------------------------------------------------------------------------------
 
@@ -40,7 +42,7 @@ class States:
         """The master of ``slot`` (its value, where it is frozen), as a new tensor of the parameter's shape."""
         parameter, resident = self._slots[slot], self._residency[slot]
         if resident.master is not None:
-            return resident.master.clone().view(parameter.shape)
+            return resident.master.to("cpu", copy=True).view(parameter.shape)
         return self._read(parameter.master_extent, parameter.numel, parameter.master_dtype).view(parameter.shape)
 
     def write_parameter(self, slot: int, value: torch.Tensor) -> None:
@@ -63,7 +65,9 @@ class States:
         """First and second moment of ``slot``, fp32, as new tensors of the parameter's shape."""
         parameter, resident = self._slots[slot], self._residency[slot]
         if resident.exp_avg is not None and resident.exp_avg_sq is not None:
-            return resident.exp_avg.clone().view(parameter.shape), resident.exp_avg_sq.clone().view(parameter.shape)
+            moments = resident.exp_avg, resident.exp_avg_sq
+            first, second = (moment.to("cpu", copy=True).view(parameter.shape) for moment in moments)
+            return first, second
         found = tuple(torch.empty(parameter.numel, dtype=STATE_DTYPE) for _ in range(2))
         for chunk in parameter.chunks(self.chunk_elements):
             for index, moment in enumerate(found):
@@ -93,17 +97,20 @@ class States:
     # --- homes ------------------------------------------------------------------------------------------------
 
     def apply_homes(self, plan: Plan, device: torch.device) -> None:
-        """Move each parameter and its states to where ``plan`` wants them."""
+        """Move each parameter and its states to where ``plan`` wants them, and note where its gradient is to wait."""
         homes = {p.name: p for p in plan.parameters}
+        self._gradient_homes.clear()
         for slot, parameter in self._slots.items():
             home = homes.get(parameter.name)
             if home is not None:
                 self._move(slot, home.home, home.states_home, device)
+            if home is not None and home.gradient_home is not None:
+                self._gradient_homes[slot] = _memory(home.gradient_home, device)
 
     def _move(self, slot: int, home: Tier, states_home: Tier | None, device: torch.device) -> None:
         parameter, resident = self._slots[slot], self._residency[slot]
-        if parameter.trainable and (states_home is Tier.HOST) != (resident.exp_avg is not None):
-            self._move_states(slot, to_host=states_home is Tier.HOST)
+        if parameter.trainable:
+            self._move_states(slot, _memory(states_home, device))
         wanted = None if home is Tier.NVME else home is Tier.DEVICE
         found = None if resident.compute is None else resident.on_device
         if wanted == found:
@@ -111,18 +118,21 @@ class States:
         if wanted is None:
             self._write_compute(parameter, resident)
             resident.compute = None
-        elif parameter.is_master and resident.master is not None and (device.type == "cpu" or not wanted):
+        elif parameter.is_master and resident.master is not None and _same(resident.master, device if wanted else CPU):
             resident.compute = resident.master
         else:
             value = self.read_parameter(slot).reshape(-1).to(parameter.compute_dtype)
             resident.compute = value.to(device) if wanted else value
         resident.on_device = bool(wanted)
 
-    def _move_states(self, slot: int, *, to_host: bool) -> None:
+    def _move_states(self, slot: int, memory: torch.device | None) -> None:
+        """Move the states of ``slot`` into ``memory``; None is NVMe."""
         parameter, resident = self._slots[slot], self._residency[slot]
-        if to_host:
-            master = self.read_parameter(slot).reshape(-1)
-            exp_avg, exp_avg_sq = (moment.reshape(-1) for moment in self.read_moments(slot))
+        if resident.master is None if memory is None else _same(resident.master, memory):
+            return
+        if memory is not None:
+            master = self.read_parameter(slot).reshape(-1).to(memory)
+            exp_avg, exp_avg_sq = (moment.reshape(-1).to(memory) for moment in self.read_moments(slot))
             resident.master, resident.exp_avg, resident.exp_avg_sq = master, exp_avg, exp_avg_sq
             return
         assert resident.master is not None and resident.exp_avg is not None and resident.exp_avg_sq is not None
@@ -139,13 +149,21 @@ class States:
 
     # --- gradients that are held ------------------------------------------------------------------------------
 
+    def applied_late(self, slot: int) -> bool:
+        """Whether the plan says that ``slot`` is updated after the backward."""
+        return slot in self._gradient_homes
+
     def make_room_to_hold(self, slot: int) -> None:
-        """See to it that the gradient of ``slot`` can be held: in host RAM while ``hold_bytes`` last, else in the store."""
+        """See to it that the gradient of ``slot`` can be held: where the plan says, and where it says nothing in host
+        RAM while ``hold_bytes`` last, else in the store."""
         parameter, resident = self._slots[slot], self._residency[slot]
         if resident.contributions or not parameter.numel:
             return
         nbytes = parameter.numel * STATE_DTYPE.itemsize
-        if self._held_bytes + nbytes <= self.hold_bytes:
+        memory = self._gradient_homes.get(slot)
+        if memory is not None:
+            resident.held = torch.empty(parameter.numel, dtype=STATE_DTYPE, device=memory)
+        elif not self.applied_late(slot) and self._held_bytes + nbytes <= self.hold_bytes:
             resident.held = torch.empty(parameter.numel, dtype=STATE_DTYPE)
             self._held_bytes += nbytes
         elif parameter.gradient_extent not in self._gradient_extents:
@@ -193,3 +211,12 @@ class States:
                     staged = piece if through is None else piece.to(through)
                     buffer.tensor[:nbytes].view(dtype).copy_(staged)
                     self._store.write(extent, offset + start * dtype.itemsize, buffer.tensor, nbytes)
+
+
+def _memory(home: Tier | None, device: torch.device) -> torch.device | None:
+    """The memory that ``home`` is; None is NVMe."""
+    return {Tier.DEVICE: device, Tier.HOST: CPU}.get(home) if home is not None else None
+
+
+def _same(held: torch.Tensor | None, memory: torch.device) -> bool:
+    return held is not None and held.device.type == memory.type

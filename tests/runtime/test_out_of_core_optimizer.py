@@ -15,8 +15,9 @@ from torch import nn
 
 from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.machine import Machine
-from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer, Purpose
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import Residency
 from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short

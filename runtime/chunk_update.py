@@ -1,0 +1,90 @@
+"""chunk_update: one chunk of a gradient on its way to the optimizer, and the arithmetic at the end of that way.
+
+Guarantees: ``compute`` touches the chunk's arrays and nothing else. ``wait_for_all`` returns or raises only once every
+read is over, so that none still writes into a buffer given back.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from lohan_fx.runtime import adam
+from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.lanes import Work
+from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.slots import Chunk
+from lohan_fx.runtime.state_buffer import StateBuffer
+
+
+class Purpose(enum.Enum):
+    """What an offered gradient is for."""
+
+    HOLD = "hold"
+    """More gradients of this step will come, or might, or updates run after the backward: add it to what is held."""
+    APPLY = "apply"
+    """It is the step's last: update with the sum of it and what is held."""
+
+
+@dataclass
+class ChunkUpdate:
+    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered."""
+
+    chunk: Chunk
+    purpose: Purpose
+    options: AdamOptions | None
+    adds: bool
+    steps_done: int
+    gradient: Buffer | None = None
+    states: StateBuffer | None = None
+    reads: list[Work[None]] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    @property
+    def updates(self) -> bool:
+        return self.purpose is Purpose.APPLY
+
+    def compute(self, machine: Machine, arrived: torch.Tensor | None) -> None:
+        """The arithmetic: sum, update, cast."""
+        states = self.states
+        assert states is not None
+        with machine.timeline.span("cpu", f"update of {self.chunk.parameter.name}", self.chunk.elements * 4):
+            gradient = states.sum_gradient(arrived)
+            if self.updates:
+                assert self.options is not None
+                adam.update(self.options, self.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
+                states.make_compute_copy(machine.link)
+
+
+class Countdown:
+    """Calls ``at_zero`` once, when ``one_less`` has been called ``count`` times."""
+
+    def __init__(self, count: int, at_zero: functools.partial[None]) -> None:
+        self._count = count
+        self._at_zero = at_zero
+        self._lock = threading.Lock()
+
+    def one_less(self) -> None:
+        with self._lock:
+            self._count -= 1
+            reached = self._count == 0
+        if reached:
+            self._at_zero()
+
+
+def wait_for_all(reads: Iterable[Work[None]]) -> None:
+    """Wait for each, and only then raise the first failure."""
+    errors: list[BaseException] = []
+    for read in reads:
+        try:
+            read.wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
