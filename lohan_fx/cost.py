@@ -63,9 +63,12 @@ class Work:
 
 
 def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
-    """Seconds of one op: its FLOPs at ``dtype_rate`` or its bytes at memory speed, whichever binds, and its launch."""
+    """Seconds of one op: as measured, or its FLOPs at ``dtype_rate`` or its bytes at memory speed, whichever binds, and
+    its launch."""
     if cost.lane is not Lane.COMPUTE or cost.is_view:
         return 0.0
+    if cost.measured_s is not None:
+        return cost.measured_s
     return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s
 
 
@@ -87,11 +90,11 @@ def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
     adam_s = adam_seconds(work.adam_parameters, hw)
     shared = hw.device == "cpu"
     read = work.fetched_backward_nvme_bytes + work.swapped_nvme_bytes + work.state_read_bytes
+    written = work.state_write_bytes + work.held_nvme_bytes
+    waits_s = ssd_seconds(work.state_read_bytes, work.state_write_bytes, hw) if work.serial_optimizer else 0.0
     return Stage(
         {
             Lane.COMPUTE.value: work.backward_s + work.recompute_s + (adam_s if shared else 0.0),
-    written = work.state_write_bytes + work.held_nvme_bytes
-    waits_s = ssd_seconds(work.state_read_bytes, work.state_write_bytes, hw) if work.serial_optimizer else 0.0
             Lane.H2D.value: (work.fetched_backward_bytes + work.swapped_bytes) / hw.h2d_bytes_per_s,
             Lane.D2H.value: work.gradient_bytes / hw.d2h_bytes_per_s,
             Lane.SSD.value: ssd_seconds(read, written, hw),
@@ -100,9 +103,6 @@ def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
     )
 
 
-def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:
-    """Seconds of the drives for this traffic: simplex, and no faster than their measured mixed rate."""
-    if not read_bytes and not write_bytes:
 def optimizer_stage(work: Work, hw: HardwareProfile) -> Stage:
     """The stage after the backward, per lane, for systems that update there; empty for the others."""
     if not work.late_adam_parameters:
@@ -128,6 +128,9 @@ def adam_seconds(parameters: int, hw: HardwareProfile) -> float:
     return max(parameters / hw.adam_parameters_per_s, touched_s)
 
 
+def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:
+    """Seconds of the drives for this traffic: simplex, and no faster than their measured mixed rate."""
+    if not read_bytes and not write_bytes:
         return 0.0
     if not hw.nvme:
         return float("inf")

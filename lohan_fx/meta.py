@@ -37,7 +37,8 @@ class Cost:
     """What a node costs; set by ``annotate``.
 
     ``flops``, ``bytes`` (storage it allocates: 0 for a view) and ``touched_bytes`` (read and written) are numbers
-    at the traced sizes; the ``*_expr`` are the same as sympy expressions where a size is symbolic.
+    at the traced sizes; the ``*_expr`` are the same as sympy expressions where a size is symbolic. ``measured_s``:
+    seconds on this machine, where ``op_times`` has measured them.
     """
 
     flops: int
@@ -51,6 +52,7 @@ class Cost:
     lane: Lane
     is_view: bool
     is_random: bool
+    measured_s: float | None = None
 
 
 def cost(node: Node) -> Cost:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
@@ -14,6 +15,7 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.meta import Cost
+from lohan_fx.op_times import time_ops
 from lohan_fx.passes.activation_graph import activation_graph
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, Pass
@@ -68,6 +70,8 @@ def compile_training(
 ) -> tuple[Halves, Plan]:
     """Joint graph in, linked halves and their plan out."""
     annotate(joint)
+    if request.hw.is_this_machine():
+        time_ops(joint, torch.device(request.hw.device))
     plan = request.plan or _search(joint, request, num_outputs, parameters)
     slots = activation_slots(len(plan.activations))
     if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
@@ -83,6 +87,8 @@ def compile_inference(
 ) -> tuple[Halves, Plan]:
     """Inference graph in, linked graph and its plan out: nothing is saved, and parameters are read where they are."""
     annotate(gm)
+    if request.hw.is_this_machine():
+        time_ops(gm, torch.device(request.hw.device))
     note_reads(gm)
     plan = request.plan or _homes_only(request)
     if request.homes:

@@ -1,0 +1,133 @@
+"""op_times: how long each op of a captured graph takes on this machine, measured, each distinct one once.
+
+A rate measured on large matmuls says little about attention, about matmuls of few rows, or about a dtype that some
+kernels convert (docs/0007). So every op is run on tensors of its own shapes, strides and dtypes. Memory: one op at a
+time, which needs no more than the op itself will in training.
+
+Only where the profile was measured on this machine; for any other one the rates of the profile speak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lohan_fx import meta
+from lohan_fx.meta import Lane
+from lohan_fx.passes.annotate import at_hint
+
+RUNS = (3, 9)
+"""An op runs at least and at most so often; the fastest run counts, since others on the machine can only disturb."""
+SECONDS_PER_OP = 0.02
+"""Between the two: until it has run for so long."""
+COLD_BYTES = 32 << 20
+"""Before each run so many other bytes are touched, as in a graph, where an op finds its inputs in memory."""
+
+Signature = tuple[Any, ...]
+
+_measured: dict[Signature, float] = {}
+
+
+def time_ops(gm: GraphModule, device: torch.device) -> None:
+    """Note on the compute nodes of ``gm`` their seconds on ``device``; ``annotate`` must have run."""
+    nodes = [n for n in gm.graph.nodes if _is_timed(n)]
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=_cuda(device)):
+        for node in nodes:
+            signature = (str(device), torch.get_num_threads(), *signature_of(node))
+            if signature not in _measured:
+                _measured[signature] = _seconds(node, device)
+            meta.set_cost(node, dataclasses.replace(meta.cost(node), measured_s=_measured[signature]))
+
+
+def _is_timed(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    found = meta.cost(node)
+    return found.lane is Lane.COMPUTE and not found.is_view
+
+
+def signature_of(node: Node) -> Signature:
+    """What decides how long ``node`` takes: its op, and shape, stride and dtype of what it reads."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _described(meta.value(n)))
+    return (str(node.target), repr(args), repr(kwargs))
+
+
+def _described(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(at_hint(size) for size in value.shape)
+        return (str(value.dtype), sizes, tuple(at_hint(step) for step in value.stride()))
+    if isinstance(value, tuple | list):
+        return tuple(_described(item) for item in value)
+    return at_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _seconds(node: Node, device: torch.device) -> float:
+    made: dict[Node, object] = {}
+
+    def real(source: Node) -> Any:
+        if source not in made:
+            made[source] = _real(meta.value(source), device)
+        return made[source]
+
+    args, kwargs = map_arg((node.args, node.kwargs), real)
+    args, kwargs = _numbers(args), _numbers(kwargs)
+    op: Any = node.target
+    return _least_seconds(lambda: op(*args, **kwargs), device)
+
+
+def _real(value: object, device: torch.device) -> object:
+    """A tensor like the traced one; its values do not matter, but denormal or foreign ones might slow kernels down."""
+    if isinstance(value, torch.Tensor):
+        sizes = [at_hint(size) for size in value.shape]
+        strides = [at_hint(step) for step in value.stride()]
+        where = value.device if value.device.type != device.type and value.device.type == "cpu" else device
+        made = torch.empty_strided(sizes, strides, dtype=value.dtype, device=where)
+        return made.fill_(0.5 if value.dtype.is_floating_point else 0)
+    if isinstance(value, tuple | list):
+        return tuple(_real(item, device) for item in value)
+    return value
+
+
+def _numbers(args: Any) -> Any:
+    """``args`` with symbolic sizes at their hints."""
+    if isinstance(args, torch.SymInt):
+        return at_hint(args)
+    if isinstance(args, tuple | list):
+        return type(args)(_numbers(item) for item in args)
+    if isinstance(args, dict):
+        return {key: _numbers(item) for key, item in args.items()}
+    return args
+
+
+def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
+    _timed(run, device)
+    found: list[float] = []
+    least, most = RUNS
+    while len(found) < least or (len(found) < most and sum(found) < SECONDS_PER_OP):
+        cold.fill_(len(found) % 2)
+        found.append(_timed(run, device))
+    return min(found)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    made = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    end_s = time.perf_counter()
+    del made
+    return end_s - start_s
+
+
+def _cuda(device: torch.device) -> Iterable[int]:
+    return [device.index or 0] if device.type == "cuda" else []
