@@ -37,11 +37,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
         model = reference()
         assert model is not None, "a model that is gone was called"
-        found = {
-            index: ParameterInput(value.slot, value.parameter_name, value.requires_grad)
-            for index, value in enumerate(example_inputs)
-            if isinstance(value, Shell)
-        }
+        found = shells_among(example_inputs)
         slots = range(0)
 
         def training(
@@ -58,7 +54,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
                 joint,
                 model.request(),
                 num_outputs=num_fwd_outputs,
-                parameters=_parameters(joint, found),
+                parameters=parameters_of(joint, found),
                 activation_slots=activation_slots,
             )
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots)
@@ -66,7 +62,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             return halves.forward, halves.backward
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
-            halves, plan = compile_inference(graph, model.request(), parameters=_parameters(graph, found))
+            halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
             model.link(halves, plan, swap_sizes=(), slots=range(0))
             return _linked(halves.forward, lambda: model.forward(training=False))
 
@@ -80,7 +76,16 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
     return backend
 
 
-def _parameters(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[str, ParameterInput]:
+def shells_among(example_inputs: Sequence[Any]) -> dict[int, ParameterInput]:
+    """Place -> parameter, of those inputs of a Dynamo graph that are shells."""
+    return {
+        index: ParameterInput(value.slot, value.parameter_name, value.requires_grad)
+        for index, value in enumerate(example_inputs)
+        if isinstance(value, Shell)
+    }
+
+
+def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[str, ParameterInput]:
     """Placeholder name -> parameter, by the position that AOTAutograd noted on each placeholder."""
     _refuse_what_cannot_stream(graph, found)
     named: dict[str, ParameterInput] = {}
