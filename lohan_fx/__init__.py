@@ -23,6 +23,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
 from lohan_fx.plan import Plan
+from lohan_fx.simulator import Simulation, simulate
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "Monitor",
     "OffloadedParameterError",
     "Plan",
+    "Simulation",
     "StepError",
     "StoreError",
     "VerifyError",
@@ -45,6 +47,7 @@ __all__ = [
     "prepare",
     "release",
     "releasing",
+    "simulate",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,250 @@
+"""simulated_machine: lanes, buffers, memory and rates of the machine that a step is simulated on.
+
+Mirrors what ``runtime/engine.py`` sets up from a plan's windows: the lanes and their threads, the priorities, and the
+reservations of the host pool. Where parameters are so large that a step has more transfers than ``TRANSFERS``, several
+are simulated as one: totals and order stay, and filling and draining a lane takes as long as the larger piece.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lohan_fx.budgets import fixed_bytes, staging_bytes
+from lohan_fx.contention import Contention
+from lohan_fx.cost import ADAM_TOUCHED_BYTES
+from lohan_fx.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import resident_bytes
+from lohan_fx.plan import ParameterPlan, Plan
+from lohan_fx.runtime.engine import SSD_THREADS
+from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
+
+TRANSFERS = 12_000
+"""Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
+_MOST_PIECES = (1 << 40, 256, 64, 32, 16, 8, 4)
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes in use from ``time_s`` on."""
+
+    time_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+class SimulatedMachine:
+    """What all parts of the simulated runtime share; ``runtime/machine.py``'s counterpart."""
+
+    def __init__(self, plan: Plan, hw: HardwareProfile) -> None:
+        self.plan, self.hw = plan, hw
+        self.parameters = {p.name: p for p in plan.parameters}
+        self.clock = Clock(Contention.of(hw).speeds)
+        self.on_cpu = plan.device == "cpu"
+        self.ssd = SimulatedLane(self.clock, threads=SSD_THREADS)
+        self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
+        windows = plan.windows
+        counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), windows.io_buffers)
+        counts |= dict.fromkeys(("gradients", "optimizer"), windows.optimizer_buffers)
+        self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in counts.items()}
+        self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
+        self.memory = SimulatedMemory(self)
+        self._most_pieces = _bound_on_pieces(plan)
+
+    # --- how transfers are cut --------------------------------------------------------------------------------
+
+    def pieces(self, nbytes: int) -> list[int]:
+        """Bytes of the transfers that ``nbytes`` are cut into."""
+        return _cut(nbytes, self.plan.windows.io_bytes, self._most_pieces)
+
+    def chunks(self, parameter: ParameterPlan) -> list[int]:
+        """Elements of the pieces in which ``parameter`` is updated."""
+        return _cut(parameter.numel, self.plan.windows.chunk_elements, self._most_pieces)
+
+    # --- jobs -------------------------------------------------------------------------------------------------
+
+    def computing(self, seconds: float, touched_bytes: int) -> Job:
+        rate = touched_bytes / seconds if self.on_cpu and seconds else 0.0
+        cores = float(self.hw.cpu_cores) if self.on_cpu else 0.0
+        return Job(COMPUTE_LANE, "", seconds, cores=cores, memory_bytes_per_s=rate, recorded=False)
+
+    def copying(self, lane: str, label: str, nbytes: int) -> Job:
+        """A copy over the link; on a CPU within memory, by one thread."""
+        rate = self.hw.h2d_bytes_per_s if lane == "h2d" else self.hw.d2h_bytes_per_s
+        crossings = 2 if self.on_cpu else 1
+        return Job(lane, label, nbytes / rate, nbytes, cores=float(self.on_cpu), memory_bytes_per_s=crossings * rate)
+
+    def reading(self, extent: str, nbytes: int) -> Job:
+        rate = self._of_drives(self.hw.ssd_read_bytes_per_s, extent)
+        return Job("ssd", f"read {extent}", nbytes / rate, nbytes, drive="read", memory_bytes_per_s=rate)
+
+    def writing(self, extent: str, nbytes: int) -> Job:
+        rate = self._of_drives(self.hw.ssd_write_bytes_per_s, extent)
+        return Job("ssd", f"write {extent}", nbytes / rate, nbytes, drive="write", memory_bytes_per_s=rate)
+
+    def _of_drives(self, rate: float, extent: str) -> float:
+        if not rate:
+            raise ValueError(
+                f"the plan keeps {extent} on NVMe, and the hardware profile {self.hw.name!r} has no drive: use a profile "
+                "with one, or a plan that keeps everything in memory"
+            )
+        return rate
+
+    def updating(self, name: str, elements: int, *, all_cores: bool = False) -> Job:
+        """Adam of ``elements``; on a CPU by one thread, unless it has the compute threads to itself."""
+        hw = self.hw
+        rate = min(hw.adam_parameters_per_s, hw.host_memory_bytes_per_s / ADAM_TOUCHED_BYTES)
+        cores = float(hw.cpu_cores if all_cores else 1) if self.on_cpu else 0.0
+        return Job(
+            "cpu",
+            f"update of {name}",
+            elements / rate,
+            4 * elements,
+            cores=cores,
+            memory_bytes_per_s=ADAM_TOUCHED_BYTES * rate,
+        )
+
+
+class ComputeStream:
+    """Executes what is submitted, in order. ``synchronous``: who submits waits for the end, as on a CPU.
+
+    On CUDA the thread that runs the graph is ahead of the device: it stops only where it waits for a transfer.
+    """
+
+    def __init__(self, clock: Clock, *, synchronous: bool) -> None:
+        self.waiting_for = ""
+        self.idle_since_s = 0.0
+        self._clock = clock
+        self._synchronous = synchronous
+        self._queue: deque[Job | Callable[[], None]] = deque()
+        self._asleep: Signal | None = None
+        clock.start(self._serve())
+
+    def run(self, job: Job) -> Thread:
+        self._submit(job)
+        if self._synchronous:
+            yield self._reached()
+
+    def stage(self, begin: bool, done: Callable[[], None]) -> Thread:
+        """Call ``done`` where a stage begins or ends; idling before a stage begins is no stall."""
+
+        def at() -> None:
+            if begin:
+                self.idle_since_s = self._clock.now_s
+            else:
+                self._note_idle()
+            done()
+
+        self._submit(at)
+        if self._synchronous:
+            yield self._reached()
+
+    def mark(self) -> Signal | None:
+        """Set when all submitted so far is done (``device_link.mark``)."""
+        return None if self._synchronous else self._reached()
+
+    def _reached(self) -> Signal:
+        reached = self._clock.signal()
+        self._submit(reached.set)
+        return reached
+
+    def _submit(self, item: Job | Callable[[], None]) -> None:
+        self._queue.append(item)
+        if self._asleep is not None:
+            asleep, self._asleep = self._asleep, None
+            asleep.set()
+
+    def _serve(self) -> Thread:
+        while True:
+            while not self._queue:
+                self._asleep = self._clock.signal()
+                yield self._asleep
+            item = self._queue.popleft()
+            if isinstance(item, Job):
+                self._note_idle()
+                yield item
+                self.idle_since_s = self._clock.now_s
+            else:
+                item()
+
+    def _note_idle(self) -> None:
+        now_s = self._clock.now_s
+        if now_s > self.idle_since_s:
+            self._clock.events.append(Event(COMPUTE_LANE, f"wait:{self.waiting_for}", self.idle_since_s, now_s))
+        self.idle_since_s = now_s
+
+
+class SimulatedMemory:
+    """Bytes in use per tier, and when they changed.
+
+    Host memory has what is resident, what captured graphs take, swapped activations, and staging buffers: pinned ones
+    from the start, others from the moment they are first used.
+    """
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        plan = machine.plan
+        self._machine = machine
+        self._resident, host = resident_bytes(plan)
+        self._graph = self._leaving = self._swapped = 0
+        staging = staging_bytes(plan.windows)
+        self._constant = host + fixed_bytes(plan.windows, len(plan.parameters)) - (staging if machine.on_cpu else 0)
+        io, chunk = plan.windows.io_bytes, plan.windows.chunk_elements
+        sizes = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
+        self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk)}
+        self.curve: list[MemoryPoint] = []
+
+    def stage_begins(self, graph_bytes: int) -> None:
+        """From now on the graph of the next stage has its inputs; what still leaves the device stays until it has."""
+        self._graph = graph_bytes
+        self._note()
+
+    def change(self, *, graph: int = 0, swapped: int = 0) -> None:
+        """Of what the graph holds on the device, and of what is swapped or held in host memory."""
+        self._graph += graph
+        self._swapped += swapped
+        self._note()
+
+    def hand_over(self, nbytes: int) -> None:
+        """A transfer holds these bytes of the graph from now on."""
+        self._graph -= nbytes
+        self._leaving += nbytes
+
+    def has_left(self, nbytes: int) -> None:
+        """A transfer gives up what it holds on the device."""
+        self._leaving -= nbytes
+        self._note()
+
+    def reach(self, above: int) -> None:
+        """Device memory was higher by ``above`` for a moment."""
+        if above > 0:
+            self._note(above)
+            self._note()
+
+    def _note(self, above: int = 0) -> None:
+        machine = self._machine
+        device = self._resident + self._graph + self._leaving + above
+        host = self._constant + self._swapped
+        if machine.on_cpu:
+            touched = (shelf.most_in_use * self._sizes[purpose] for purpose, shelf in machine.pool.items())
+            host += sum(touched) + device
+        self.curve.append(MemoryPoint(machine.clock.now_s, device, host))
+
+
+def _cut(total: int, size: int, most: int) -> list[int]:
+    """``total`` in pieces of ``size``, or of the multiple of it that makes no more than ``most``."""
+    count = -(-total // size)
+    size *= -(-count // most)
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def _bound_on_pieces(plan: Plan) -> int:
+    """The largest bound under which a step has no more than ``TRANSFERS``."""
+    windows = plan.windows
+    counts = [-(-p.numel // windows.chunk_elements) for p in plan.parameters]
+    counts += 2 * [-(-p.bytes // windows.io_bytes) for p in plan.parameters]
+    counts += [-(-a.bytes // windows.io_bytes) for a in plan.activations]
+    fitting = (most for most in _MOST_PIECES if sum(min(most, count) for count in counts) <= TRANSFERS)
+    return next(fitting, _MOST_PIECES[-1])

@@ -1,0 +1,201 @@
+"""simulated_optimizer: the way of a gradient in the simulated runtime; mirrors ``runtime/out_of_core_optimizer.py``.
+
+The order of acquiring, reading, updating and writing is that file's, method for method, because what overlaps what is
+decided there. Parameters that the plan updates ``AFTER_BACKWARD`` are held until ``apply_held``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lohan_fx.event_clock import Countdown, Job, Signal, Thread
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Tier
+from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
+from lohan_fx.simulated_machine import SimulatedMachine
+
+HELD_BYTES = 4
+"""Per parameter: a gradient that is held is a fp32 sum."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One chunk's way. ``updates``: it ends in an update, and not in a gradient that is held."""
+
+    parameter: ParameterPlan
+    elements: int
+    updates: bool
+    has_gradient: bool = True
+    has_buffer: bool = False
+    reads: list[Signal] = field(default_factory=list)
+
+
+class SimulatedOptimizer:
+    """Applies, or holds and then applies, the gradients of one step."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        plan = machine.plan
+        self._machine = machine
+        self._window_used = self._unfinished = 0
+        self._changed = machine.clock.signal()
+        self._arrived: deque[_Chunk] = deque()
+        self._reading: deque[_Chunk] = deque()
+        self._held: dict[str, Tier] = {}
+        peak = plan.prediction.peak_bytes["host"] if plan.prediction else plan.host_memory_bytes
+        self._hold_bytes = max(0, plan.host_memory_bytes - peak)
+
+    # --- from the compute thread ------------------------------------------------------------------------------
+
+    def offer(self, parameter: ParameterPlan, held_bytes: int) -> Thread:
+        """The gradient is handed over; ``held_bytes`` of device memory go once it has left."""
+        machine, nbytes = self._machine, parameter.bytes
+        updates = parameter.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD
+        if not updates:
+            self._make_room(parameter)
+        chunks = [_Chunk(parameter, elements, updates) for elements in machine.chunks(parameter)]
+        if self._in_memory(parameter, updates) and chunks:
+            yield from machine.compute.run(machine.updating(parameter.name, parameter.numel, all_cores=True))
+            machine.memory.change(graph=-held_bytes)
+            return
+        while self._window_used and self._window_used + nbytes > machine.plan.windows.gradient_bytes:
+            machine.compute.waiting_for = f"gradient window for {parameter.name}"
+            yield self._changed
+        self._window_used += nbytes
+        self._unfinished += len(chunks)
+        machine.memory.hand_over(held_bytes)
+        after = machine.compute.mark()
+
+        def gone() -> None:
+            self._window_used -= nbytes
+            machine.memory.has_left(held_bytes)
+            self._notify()
+
+        left = Countdown(len(chunks), gone)
+        for chunk in chunks:
+            machine.d2h.submit(self._leave(chunk, after, left))
+
+    def _in_memory(self, parameter: ParameterPlan, updates: bool) -> bool:
+        if not self._machine.on_cpu:
+            return False
+        if not updates:
+            return self._held[parameter.name] is Tier.HOST
+        return parameter.home is not Tier.NVME and parameter.states_home is Tier.HOST
+
+    def _make_room(self, parameter: ParameterPlan) -> None:
+        """``states.make_room_to_hold``: in host memory while that lasts, else in the store."""
+        nbytes = HELD_BYTES * parameter.numel
+        fits = nbytes <= self._hold_bytes
+        self._held[parameter.name] = Tier.HOST if fits else Tier.NVME
+        if fits:
+            self._hold_bytes -= nbytes
+            self._machine.memory.change(swapped=nbytes)
+
+    def step(self) -> Thread:
+        """``engine.step``: the barrier, what is held, and the barrier again."""
+        yield from self._barrier()
+        held = [p for p in self._machine.plan.parameters if p.name in self._held]
+        for parameter in held:
+            chunks = [_Chunk(parameter, n, True, has_gradient=False) for n in self._machine.chunks(parameter)]
+            self._unfinished += len(chunks)
+            for chunk in chunks:
+                self._arrive(chunk)
+        yield from self._barrier()
+        for parameter in held:
+            if self._held.pop(parameter.name) is Tier.HOST:
+                self._hold_bytes += HELD_BYTES * parameter.numel
+                self._machine.memory.change(swapped=-HELD_BYTES * parameter.numel)
+
+    def _barrier(self) -> Thread:
+        while self._unfinished:
+            yield self._changed
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, self._machine.clock.signal()
+        changed.set()
+
+    # --- on the d2h lane --------------------------------------------------------------------------------------
+
+    def _leave(self, chunk: _Chunk, after: Signal | None, left: Countdown) -> Thread:
+        machine, parameter = self._machine, chunk.parameter
+        yield from machine.pool["gradients"].acquire()
+        if after is not None:
+            yield after
+        nbytes = parameter.bytes // parameter.numel * chunk.elements
+        yield machine.copying("d2h", f"gradient of {parameter.name}", nbytes)
+        left.one_less()
+        self._arrive(chunk)
+
+    def _arrive(self, chunk: _Chunk) -> None:
+        queue = self._reading if not self._arrived and self._start_reading(chunk) else self._arrived
+        queue.append(chunk)
+        self._machine.cpu.submit(self._advance())
+
+    # --- on the cpu lane --------------------------------------------------------------------------------------
+
+    def _advance(self) -> Thread:
+        machine = self._machine
+        while self._arrived and self._start_reading(self._arrived[0]):
+            self._reading.append(self._arrived.popleft())
+        chunk = self._reading.popleft() if self._reading else self._arrived.popleft()
+        if not chunk.has_buffer:
+            yield from machine.pool["optimizer"].acquire()
+            self._read(chunk)
+        yield from chunk.reads
+        yield machine.updating(chunk.parameter.name, chunk.elements)
+        if chunk.has_gradient:
+            machine.pool["gradients"].release()
+        writes = self._writes(chunk)
+        done = Countdown(len(writes), self._finished)
+        for extent, nbytes in writes:
+            machine.ssd.submit(
+                self._move(machine.writing(extent, nbytes), done.one_less), priority=STATE_WRITE_PRIORITY
+            )
+
+    def _start_reading(self, chunk: _Chunk) -> bool:
+        if not self._machine.pool["optimizer"].try_acquire():
+            return False
+        self._read(chunk)
+        return True
+
+    def _read(self, chunk: _Chunk) -> None:
+        machine = self._machine
+        chunk.has_buffer = True
+        for extent, nbytes in self._reads(chunk):
+            done = machine.clock.signal()
+            chunk.reads.append(done)
+            machine.ssd.submit(self._move(machine.reading(extent, nbytes), done.set), priority=STATE_READ_PRIORITY)
+
+    def _move(self, job: Job, done: Callable[[], None]) -> Thread:
+        yield job
+        done()
+
+    def _finished(self) -> None:
+        self._machine.pool["optimizer"].release()
+        self._unfinished -= 1
+        self._notify()
+
+    # --- what is read and written: ``state_buffer`` -----------------------------------------------------------
+
+    def _reads(self, chunk: _Chunk) -> list[tuple[str, int]]:
+        name, elements = chunk.parameter.name, chunk.elements
+        found: list[tuple[str, int]] = []
+        if chunk.updates and chunk.parameter.states_home is Tier.NVME:
+            found += [(f"{name}:master", 4 * elements), (f"{name}:moments", 8 * elements)]
+        if not chunk.has_gradient and self._held[name] is Tier.NVME:
+            found.append((f"{name}:gradient", HELD_BYTES * elements))
+        return found
+
+    def _writes(self, chunk: _Chunk) -> list[tuple[str, int]]:
+        parameter, elements = chunk.parameter, chunk.elements
+        name = parameter.name
+        if not chunk.updates:
+            return [(f"{name}:gradient", HELD_BYTES * elements)] if self._held[name] is Tier.NVME else []
+        away = parameter.states_home is Tier.NVME
+        found: list[tuple[str, int]] = []
+        if away:
+            found += [(f"{name}:master", 4 * elements), (f"{name}:moments", 8 * elements)]
+        each = parameter.bytes // parameter.numel
+        if parameter.home is Tier.NVME and not (each == 4 and away):
+            found.append((f"{name}:compute", each * elements))
+        return found

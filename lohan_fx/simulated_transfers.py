@@ -1,0 +1,143 @@
+"""simulated_transfers: fetches and swaps in the simulated runtime.
+
+Mirrors ``runtime/parameter_stream.py`` and ``runtime/activation_swap.py``: what each lane does first, which buffer it
+holds meanwhile, and what it hands to which lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lohan_fx.event_clock import Countdown, Signal, Thread
+from lohan_fx.plan import Tier
+from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY
+from lohan_fx.simulated_machine import SimulatedMachine
+from lohan_fx.step_program import Fetch, SwapIn, SwapOut, Wait
+
+
+@dataclass
+class _Away:
+    """A swapped activation: ``left`` is set once all of it is where it goes."""
+
+    bytes: int
+    tier: Tier
+    extent: str
+    left: Signal
+
+
+class SimulatedTransfers:
+    """Brings parameters in, sends activations out and brings them back."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._arrivals: dict[str, tuple[str, Signal]] = {}
+        self._away: dict[int, _Away] = {}
+
+    def fetch(self, found: Fetch) -> None:
+        machine, label = self._machine, f"fetch of {found.parameter}"
+        machine.memory.change(graph=found.change_bytes)
+        home = machine.parameters[found.parameter].home
+        if home is Tier.DEVICE:
+            return
+        arrived, after = machine.clock.signal(), machine.compute.mark()
+        self._arrivals[found.node] = (label, arrived)
+        if home is Tier.HOST:
+            machine.h2d.submit(self._copy_in(label, found.bytes, after, arrived.set))
+        else:
+            self._bring("fetch", f"{found.parameter}:compute", label, found.bytes, after, arrived.set)
+
+    def wait(self, found: Wait) -> Thread:
+        """Blocks until what it waits for has arrived."""
+        label, arrived = self._arrivals.pop(found.started, ("", None))
+        if arrived is not None and not arrived.done:
+            self._machine.compute.waiting_for = label
+            yield arrived
+
+    def swap_out(self, found: SwapOut) -> None:
+        machine = self._machine
+        to_host = found.tier is Tier.HOST
+        machine.memory.hand_over(found.held_bytes)
+        if to_host:
+            machine.memory.change(swapped=found.bytes)
+        away = _Away(found.bytes, found.tier, f"activation:{found.activation}", machine.clock.signal())
+        self._away[found.slot] = away
+        pieces = [found.bytes] if to_host else machine.pieces(found.bytes)
+        after = machine.compute.mark()
+        off_device = Countdown(len(pieces), lambda: machine.memory.has_left(found.held_bytes))
+        left = Countdown(len(pieces), away.left.set)
+        for nbytes in pieces:
+            machine.d2h.submit(self._leave(f"swap_out of {found.activation}", away, nbytes, after, off_device, left))
+
+    def _leave(
+        self, label: str, away: _Away, nbytes: int, after: Signal | None, off_device: Countdown, left: Countdown
+    ) -> Thread:
+        machine = self._machine
+        if away.tier is Tier.NVME:
+            yield from machine.pool["swap_out"].acquire()
+        if after is not None:
+            yield after
+        yield machine.copying("d2h", label, nbytes)
+        off_device.one_less()
+        if away.tier is Tier.NVME:
+            machine.ssd.submit(self._write(away, nbytes, left), priority=SWAP_OUT_PRIORITY)
+        else:
+            left.one_less()
+
+    def _write(self, away: _Away, nbytes: int, left: Countdown) -> Thread:
+        yield self._machine.writing(away.extent, nbytes)
+        self._machine.pool["swap_out"].release()
+        left.one_less()
+
+    def swap_in(self, found: SwapIn) -> None:
+        machine, label = self._machine, f"swap_in of {found.activation}"
+        machine.memory.change(graph=found.change_bytes)
+        arrived = machine.clock.signal()
+        self._arrivals[found.node] = (label, arrived)
+        machine.clock.start(self._return(self._away.pop(found.slot), label, machine.compute.mark(), arrived))
+
+    def _return(self, away: _Away, label: str, after: Signal | None, arrived: Signal) -> Thread:
+        """Not before all of it has left."""
+        machine = self._machine
+        yield away.left
+
+        def landed() -> None:
+            if away.tier is Tier.HOST:
+                machine.memory.change(swapped=-away.bytes)
+            arrived.set()
+
+        if away.tier is Tier.HOST:
+            machine.h2d.submit(self._copy_in(label, away.bytes, after, landed))
+        else:
+            self._bring("swap_in", away.extent, label, away.bytes, after, landed)
+
+    # --- from the store to the device -------------------------------------------------------------------------
+
+    def _bring(
+        self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, arrived: Callable[[], None]
+    ) -> None:
+        """Read in pieces, each through a buffer of ``purpose``, and copy each to the device."""
+        machine = self._machine
+        pieces = machine.pieces(nbytes)
+        landed = Countdown(len(pieces), arrived)
+        for piece in pieces:
+            machine.ssd.submit(self._read(purpose, extent, label, piece, after, landed), priority=FETCH_PRIORITY)
+
+    def _read(
+        self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown
+    ) -> Thread:
+        machine = self._machine
+        yield from machine.pool[purpose].acquire()
+        yield machine.reading(extent, nbytes)
+
+        def copied() -> None:
+            machine.pool[purpose].release()
+            landed.one_less()
+
+        machine.h2d.submit(self._copy_in(label, nbytes, after, copied))
+
+    def _copy_in(self, label: str, nbytes: int, after: Signal | None, done: Callable[[], None]) -> Thread:
+        if after is not None:
+            yield after
+        yield self._machine.copying("h2d", label, nbytes)
+        done()
