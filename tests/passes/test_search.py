@@ -24,50 +24,13 @@ from lohan_fx.passes.search import (
 )
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
+from tests.passes.small_graphs import activation_graphs
 
 StepSeconds = Callable[[int, float], float]
 GB = 1e9
 
 
 # --- any small graph ------------------------------------------------------------------------------------------
-
-
-@st.composite
-def activation_graphs(draw: st.DrawFn) -> ActivationGraph:
-    """Up to eight savable values: results of ops, parts of ops that return two, views between them."""
-    graph: nx.DiGraph = nx.DiGraph()
-    seconds: dict[str, float] = {}
-    activations: dict[str, Activation] = {}
-    readable: list[str] = []
-
-    def add(name: str, sources: list[str], time: float) -> None:
-        graph.add_node(name)
-        graph.add_edges_from((source, name) for source in sources)
-        seconds[name] = time
-
-    def savable(name: str, producer: str) -> None:
-        activations[name] = Activation(name, "op", producer, "", "", draw(st.integers(1, 50)))
-        readable.append(name)
-
-    for number in range(draw(st.integers(1, 6))):
-        sources = draw(st.lists(st.sampled_from(readable), max_size=3, unique=True)) if readable else []
-        kind = draw(st.sampled_from(["op", "op", "op", "view", "pair"])) if number else "op"
-        name = f"{kind}{number}"
-        if kind == "view" or (kind == "pair" and len(activations) > 6):
-            add(f"view{number}", sources, 0.0)
-            readable.append(f"view{number}")
-        elif kind == "op":
-            add(name, sources, float(draw(st.integers(0, 20))))
-            savable(name, name)
-        else:
-            add(name, sources, float(draw(st.integers(0, 20))))
-            for part in (f"{name}.0", f"{name}.1"):
-                add(part, [name], 0.0)
-                savable(part, name)
-    needed = draw(st.sets(st.sampled_from(readable)))
-    mandatory = draw(st.sets(st.sampled_from(sorted(activations))))
-    flops = {name: int(time) for name, time in seconds.items()}
-    return ActivationGraph(graph, flops, seconds, activations, frozenset(needed), frozenset(mandatory))
 
 
 @st.composite

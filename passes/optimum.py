@@ -1,0 +1,210 @@
+"""optimum: the best decisions by integer programming, and a bound on how good any can be.
+
+Numbers in, numbers out. Solved by HiGHS through scipy:
+
+    minimise    sum over stages of T_stage
+    T_stage  >= seconds of each of its lanes
+    again_i + saved_i >= again_reader,   again_i + saved_i >= copies where the backward needs value i
+    saved values of one size = those kept + those swapped to host + those swapped to NVMe
+    quantity = what all decisions add to it;   device and host bytes within their limits
+
+``again`` (copies recomputed) may be fractional: it is a difference of whole numbers wherever it costs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array, vstack
+
+from lohan_fx.passes.decision_model import (
+    Adds,
+    LaneTime,
+    Model,
+    Quantity,
+    Solution,
+    most,
+    quantities_of,
+    savable,
+)
+from lohan_fx.passes.equal_blocks import EqualBlocks
+
+GAP = 1e-7
+"""Relative distance between the plan found and the bound at which the search for a better one ends."""
+ROUNDINGS = 3
+"""How often a solution that is too large by rounding is made again."""
+
+
+def optimum(model: Model, *, time_limit_s: float = 10.0, gap: float = GAP) -> Solution | None:
+    """The fastest decisions that HiGHS finds in ``time_limit_s``, and the bound it has proven; None where nothing fits
+    the limits or nothing was found in time."""
+    program = _Program(model)
+    cut: dict[Quantity, float] = {}
+    for _ in range(ROUNDINGS):
+        found = program.solve(cut, time_limit_s=time_limit_s, gap=gap)
+        if found is None or not (over := _over(model, found.quantities)):
+            return found
+        # Whole numbers are only whole within HiGHS's tolerance: a byte too many is asked for again, with less room.
+        cut = {quantity: cut.get(quantity, 0.0) + 2 * nbytes for quantity, nbytes in over.items()}
+    return None
+
+
+def relaxed(model: Model) -> Solution | None:
+    """The same with fractions allowed: fast at any size, a bound on everything, and what a byte of memory is worth."""
+    return _Program(model).relax()
+
+
+def _over(model: Model, quantities: Adds) -> dict[Quantity, float]:
+    over = {quantity: quantities[quantity] - limit for quantity, limit in model.limits.items()}
+    return {quantity: nbytes for quantity, nbytes in over.items() if nbytes > 0}
+
+
+class _Program:
+    """``model`` as columns and rows. Quantities are counted in their largest possible value and seconds in those of the
+    work that no decision changes, so that all numbers are about one."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._whole: list[bool] = []
+        self._rows: list[tuple[dict[int, float], float, float]] = []
+        self._scale = {quantity: value or 1.0 for quantity, value in most(model).items()}
+        self._unit_s = model.seconds({}) or model.seconds(self._scale) or 1.0
+        self._times = [self._column() for _ in model.stages]
+        self._quantities = {quantity: self._column() for quantity in Quantity}
+        adds: dict[Quantity, dict[int, float]] = {quantity: {} for quantity in Quantity}
+        self._saved = [self._block(block, adds[Quantity.RECOMPUTE_S]) for block in model.blocks]
+        self._placed = [self._options(size.options, savable(model, size), adds) for size in model.sizes]
+        self._treated = [self._options(thing.options, thing.count, adds) for thing in model.things]
+        for thing, columns in zip(model.things, self._treated, strict=True):
+            self._rows.append((dict.fromkeys(columns, 1.0), thing.count, thing.count))
+        self._place_all_saved()
+        for quantity, terms in adds.items():
+            scaled = {column: value / self._scale[quantity] for column, value in terms.items()}
+            self._rows.append(({**scaled, self._quantities[quantity]: -1.0}, 0.0, 0.0))
+        for time, stage in zip(self._times, model.stages, strict=True):
+            for lane in stage:
+                self._lane(time, lane)
+        self._limits = {quantity: self._limit_row(quantity) for quantity in model.limits}
+
+    # --- columns and rows -------------------------------------------------------------------------------------
+
+    def _column(self, upper: float = np.inf, *, whole: bool = False) -> int:
+        self._lower.append(0.0)
+        self._upper.append(upper)
+        self._whole.append(whole)
+        return len(self._lower) - 1
+
+    def _block(self, block: EqualBlocks, recompute_s: dict[int, float]) -> list[int | None]:
+        again = [self._column(block.count) for _ in block.seconds]
+        saved = [None if nbytes is None else self._column(block.count, whole=True) for nbytes in block.bytes]
+        for place, (column, saved_column) in enumerate(zip(again, saved, strict=True)):
+            recompute_s[column] = block.seconds[place]
+            own = {column: 1.0} if saved_column is None else {column: 1.0, saved_column: 1.0}
+            if block.needed[place]:
+                self._rows.append((own, block.count, np.inf))
+                continue
+            for reader in block.readers[place]:
+                self._rows.append(({**own, again[reader]: -1.0}, 0.0, np.inf))
+        return saved
+
+    def _options(self, options: Sequence[Adds], most: int, adds: dict[Quantity, dict[int, float]]) -> list[int]:
+        columns = [self._column(most, whole=True) for _ in options]
+        for column, option in zip(columns, options, strict=True):
+            for quantity, added in option.items():
+                adds[quantity][column] = added
+        return columns
+
+    def _place_all_saved(self) -> None:
+        for size, columns in zip(self.model.sizes, self._placed, strict=True):
+            row = dict.fromkeys(columns, 1.0)
+            for block, saved in zip(self.model.blocks, self._saved, strict=True):
+                for nbytes, column in zip(block.bytes, saved, strict=True):
+                    if column is not None and nbytes == size.bytes:
+                        row[column] = -1.0
+            self._rows.append((row, size.mandatory, size.mandatory))
+
+    def _lane(self, time: int, lane: LaneTime) -> None:
+        """T >= the least of the lines: with a 0-1 column per line more than one, that says which need not hold."""
+        waived = [self._column(1.0, whole=True) for _ in lane.lines] if len(lane.lines) > 1 else []
+        if waived:
+            self._rows.append((dict.fromkeys(waived, 1.0), -np.inf, len(waived) - 1))
+        for place, line in enumerate(lane.lines):
+            row = {time: 1.0}
+            for quantity, rate in line.per.items():
+                row[self._quantities[quantity]] = -rate * self._scale[quantity] / self._unit_s
+            if waived:
+                row[waived[place]] = max(line.at(self._scale), 0.0) / self._unit_s
+            self._rows.append((row, line.seconds / self._unit_s, np.inf))
+
+    def _limit_row(self, quantity: Quantity) -> int:
+        limit = self.model.limits[quantity] / self._scale[quantity]
+        self._rows.append(({self._quantities[quantity]: 1.0}, -np.inf, limit))
+        return len(self._rows) - 1
+
+    # --- solving ----------------------------------------------------------------------------------------------
+
+    def solve(self, cut: Adds, *, time_limit_s: float, gap: float) -> Solution | None:
+        """Whole numbers, with each limit ``cut`` by so many bytes."""
+        matrix, low, high = self._matrix()
+        for quantity, nbytes in cut.items():
+            high[self._limits[quantity]] -= nbytes / self._scale[quantity]
+        result = milp(
+            self._costs(),
+            integrality=np.array(self._whole, dtype=int),
+            bounds=Bounds(self._lower, self._upper),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
+        )
+        if result.x is None:
+            return None
+        bound_s = self._unit_s * (result.fun if result.mip_dual_bound is None else result.mip_dual_bound)
+        return self._solution(np.round(result.x), bound_s, exact=result.status == 0)
+
+    def relax(self) -> Solution | None:
+        matrix, low, high = self._matrix()
+        equal = low == high
+        above, below = ~equal & np.isfinite(high), ~equal & np.isfinite(low)
+        result = linprog(
+            self._costs(),
+            A_ub=vstack([matrix[above], -matrix[below]]),
+            b_ub=np.concatenate([high[above], -low[below]]),
+            A_eq=matrix[equal],
+            b_eq=high[equal],
+            bounds=np.column_stack([self._lower, self._upper]),
+            method="highs",
+        )
+        if result.x is None:
+            return None
+        rows = np.flatnonzero(above)
+        worth = {
+            quantity: -float(result.ineqlin.marginals[np.searchsorted(rows, row)])
+            * self._unit_s
+            / self._scale[quantity]
+            for quantity, row in self._limits.items()
+        }
+        return self._solution(result.x, self._unit_s * result.fun, exact=False, per_byte_s=worth)
+
+    def _solution(self, x: np.ndarray, bound_s: float, *, exact: bool, per_byte_s: Adds | None = None) -> Solution:
+        def counts(columns: Sequence[int | None]) -> tuple[float, ...]:
+            return tuple(0.0 if column is None else float(x[column]) for column in columns)
+
+        saved, placed, treated = (tuple(map(counts, found)) for found in (self._saved, self._placed, self._treated))
+        quantities = quantities_of(self.model, saved, placed, treated)
+        seconds = self.model.seconds(quantities)
+        return Solution(saved, placed, treated, quantities, seconds, min(bound_s, seconds), exact, per_byte_s or {})
+
+    def _matrix(self) -> tuple[csr_array, np.ndarray, np.ndarray]:
+        """The rows' coefficients, and the least and largest value of each."""
+        entries = [(r, c, v) for r, (row, _, _) in enumerate(self._rows) for c, v in row.items()]
+        rows, columns, values = zip(*entries, strict=True)
+        matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self._lower)))
+        return matrix, np.array([row[1] for row in self._rows]), np.array([row[2] for row in self._rows])
+
+    def _costs(self) -> np.ndarray:
+        costs = np.zeros(len(self._lower))
+        costs[self._times] = 1.0
+        return costs
