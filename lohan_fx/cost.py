@@ -2,19 +2,35 @@
 
 LoHan Eq. 1-5 (mechanisms B2), corrected: swapped bytes that host RAM takes do not reach the SSD (Eq. 3 clamped), CPU
 Adam is a term (Fuyou's T_o^comp), and so is the host's memory traffic (c3.9). The GPU link is duplex, the SSD
-simplex. Where the compute device is the CPU, Adam and the model share its cores and count as one lane.
+simplex. Where the compute device is the CPU, Adam and the model share its cores and count as one lane. The numbers are
+those of ``cost_models.lohan.CORRECTED``, so that the formula that is printed is what is computed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from lohan_fx.cost_models import lohan
+from lohan_fx.cost_models.lohan import ADAM_TOUCHED_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane
 from lohan_fx.plan import Stage
 
-ADAM_TOUCHED_BYTES = 32
-"""Bytes of host memory that one parameter's update moves: g16, p32, m, v read; p32, m, v, p16 written."""
+__all__ = [
+    "ADAM_TOUCHED_BYTES",
+    "Work",
+    "backward_stage",
+    "forward_stage",
+    "node_seconds",
+    "optimizer_stage",
+    "ssd_seconds",
+    "step_seconds",
+    "values",
+]
+
+_NO_DRIVE = math.ulp(0.0)
+"""Bytes/s of a drive that is not there: what is sent to it takes infinitely long, nothing takes no time."""
 
 
 @dataclass(frozen=True)
@@ -72,70 +88,54 @@ def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
     return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s
 
 
+def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
+    """What the symbols of ``cost_models.lohan.CORRECTED`` stand for."""
+    serial = work.serial_optimizer
+    return {
+        **vars(work),
+        "serial_read_bytes": work.state_read_bytes if serial else 0,
+        "serial_write_bytes": work.state_write_bytes if serial else 0,
+        "adam_on_device": 1 if hw.device == "cpu" else 0,
+        "h2d_bytes_per_s": hw.h2d_bytes_per_s,
+        "d2h_bytes_per_s": hw.d2h_bytes_per_s,
+        "adam_parameters_per_s": hw.adam_parameters_per_s,
+        "host_memory_bytes_per_s": hw.host_memory_bytes_per_s,
+        **_drive_rates(hw),
+    }
+
+
 def forward_stage(work: Work, hw: HardwareProfile) -> Stage:
     """T_f of Eq. 4, per lane."""
-    return Stage(
-        {
-            Lane.COMPUTE.value: work.forward_s,
-            Lane.H2D.value: work.fetched_forward_bytes / hw.h2d_bytes_per_s,
-            Lane.D2H.value: work.swapped_bytes / hw.d2h_bytes_per_s,
-            Lane.SSD.value: ssd_seconds(work.fetched_forward_nvme_bytes, work.swapped_nvme_bytes, hw),
-            Lane.CPU.value: 0.0,
-        }
-    )
+    return Stage({**_stage("forward", work, hw).lanes_s, Lane.CPU.value: 0.0})
 
 
 def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
     """T_b of Eq. 5, per lane, with the optimizer inside as far as it runs there."""
-    adam_s = adam_seconds(work.adam_parameters, hw)
-    shared = hw.device == "cpu"
-    read = work.fetched_backward_nvme_bytes + work.swapped_nvme_bytes + work.state_read_bytes
-    written = work.state_write_bytes + work.held_nvme_bytes
-    waits_s = ssd_seconds(work.state_read_bytes, work.state_write_bytes, hw) if work.serial_optimizer else 0.0
-    return Stage(
-        {
-            Lane.COMPUTE.value: work.backward_s + work.recompute_s + (adam_s if shared else 0.0),
-            Lane.H2D.value: (work.fetched_backward_bytes + work.swapped_bytes) / hw.h2d_bytes_per_s,
-            Lane.D2H.value: work.gradient_bytes / hw.d2h_bytes_per_s,
-            Lane.SSD.value: ssd_seconds(read, written, hw),
-            Lane.CPU.value: adam_s + waits_s,
-        }
-    )
+    return _stage("backward", work, hw)
 
 
 def optimizer_stage(work: Work, hw: HardwareProfile) -> Stage:
     """The stage after the backward, per lane, for systems that update there; empty for the others."""
-    if not work.late_adam_parameters:
-        return Stage({})
-    read = work.late_state_read_bytes + work.held_nvme_bytes
-    return Stage(
-        {
-            Lane.SSD.value: ssd_seconds(read, work.late_state_write_bytes, hw),
-            Lane.CPU.value: adam_seconds(work.late_adam_parameters, hw),
-        }
-    )
+    return _stage("optimizer", work, hw) if work.late_adam_parameters else Stage({})
 
 
 def step_seconds(work: Work, hw: HardwareProfile) -> float:
     """Seconds of all stages."""
-    stages = (forward_stage(work, hw), backward_stage(work, hw), optimizer_stage(work, hw))
-    return sum(stage.seconds for stage in stages)
-
-
-def adam_seconds(parameters: int, hw: HardwareProfile) -> float:
-    """Seconds of the CPU's updates: arithmetic, or the host's memory traffic (mechanisms c3.9)."""
-    touched_s = parameters * ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s
-    return max(parameters / hw.adam_parameters_per_s, touched_s)
+    return lohan.CORRECTED.seconds(values(work, hw))
 
 
 def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:
     """Seconds of the drives for this traffic: simplex, and no faster than their measured mixed rate."""
-    if not read_bytes and not write_bytes:
-        return 0.0
-    if not hw.nvme:
-        return float("inf")
-    one_way = read_bytes / hw.ssd_read_bytes_per_s + write_bytes / hw.ssd_write_bytes_per_s
-    both = min(read_bytes, write_bytes) * 2 / hw.ssd_mixed_bytes_per_s
-    rest = max(read_bytes - write_bytes, 0) / hw.ssd_read_bytes_per_s
-    rest += max(write_bytes - read_bytes, 0) / hw.ssd_write_bytes_per_s
-    return max(one_way, both + rest)
+    return lohan.DRIVES.seconds({"read_bytes": read_bytes, "write_bytes": write_bytes, **_drive_rates(hw)})
+
+
+def _stage(name: str, work: Work, hw: HardwareProfile) -> Stage:
+    return Stage(lohan.CORRECTED.evaluate(values(work, hw))[name])
+
+
+def _drive_rates(hw: HardwareProfile) -> dict[str, float]:
+    return {
+        "ssd_read_bytes_per_s": hw.ssd_read_bytes_per_s or _NO_DRIVE,
+        "ssd_write_bytes_per_s": hw.ssd_write_bytes_per_s or _NO_DRIVE,
+        "ssd_mixed_bytes_per_s": hw.ssd_mixed_bytes_per_s or _NO_DRIVE,
+    }

@@ -1,0 +1,157 @@
+"""formula: a step's seconds as sympy expressions, from which the numbers, the printed formula and the slopes come.
+
+Stages follow each other, so their seconds add. Within a stage each term is what one lane needs; a stage in which the
+lanes overlap takes as long as its longest term, a stage in which they wait for each other takes their sum.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+Expression = Any
+"""A sympy expression; sympy has no types that mypy could check."""
+
+
+class Combine(enum.StrEnum):
+    """How the terms of a stage make its seconds: lanes that overlap, or lanes that wait for each other."""
+
+    MAX = "max"
+    SUM = "sum"
+
+
+@dataclass(frozen=True)
+class Term:
+    """Seconds of one lane. ``lane`` is unique in its stage."""
+
+    lane: str
+    expression: Expression
+
+
+@dataclass(frozen=True)
+class StageFormula:
+    """One stage; ``symbol`` is what the paper calls its seconds, ``citation`` where the terms come from."""
+
+    name: str
+    symbol: str
+    terms: tuple[Term, ...]
+    citation: str
+    combine: Combine = Combine.MAX
+
+    def __post_init__(self) -> None:
+        lanes = [term.lane for term in self.terms]
+        if len(set(lanes)) < len(lanes):
+            raise ValueError(f"stage {self.name} has two terms of one lane: {', '.join(lanes)}")
+
+    @property
+    def expression(self) -> Expression:
+        """Seconds of the stage."""
+        expressions = [term.expression for term in self.terms]
+        return sympy.Max(*expressions) if self.combine is Combine.MAX else sympy.Add(*expressions)
+
+
+def symbols(names: str) -> Any:
+    """Symbols that stand for numbers that are not negative: bytes, seconds, rates."""
+    return sympy.symbols(names, nonnegative=True)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The stages of one system's training step."""
+
+    name: str
+    stages: tuple[StageFormula, ...]
+
+    def evaluate(self, values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Stage -> lane -> seconds. ``values``: symbol -> number in SI units; more than needed may be given.
+
+        Raises ``ValueError`` that names the symbols without a value.
+        """
+        try:
+            numbers = self._numbers(*[values[name] for name in self.names])
+        except KeyError:
+            missing = ", ".join(name for name in self.names if name not in values)
+            raise ValueError(f"the cost model {self.name!r} needs a value for {missing}") from None
+        found = iter(numbers)
+        return {stage: {lane: next(found) for lane in lanes} for stage, lanes in self._layout}
+
+    def stage_seconds(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Stage -> seconds."""
+        evaluated = self.evaluate(values)
+        return {stage.name: self._combined(stage, evaluated[stage.name]) for stage in self.stages}
+
+    def seconds(self, values: Mapping[str, float]) -> float:
+        """Seconds of the step."""
+        return sum(self.stage_seconds(values).values())
+
+    def binding(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Stage -> the lane whose term is the largest: of overlapping lanes the one that binds."""
+        return {stage: max(lanes, key=lambda lane: lanes[lane]) for stage, lanes in self.evaluate(values).items()}
+
+    def derivative(self, symbol: str, values: Mapping[str, float] | None = None) -> Any:
+        """Seconds of the step per unit of ``symbol``: as an expression, or as a number at ``values``.
+
+        Where two terms bind equally the slope is the mean of both sides.
+        """
+        if symbol not in self.names:
+            raise ValueError(f"the cost model {self.name!r} has no {symbol}: it has {', '.join(self.names)}")
+        slope = self._slopes(symbol)
+        if values is None:
+            return slope
+        return float(slope.subs({s: values[s.name] for s in slope.free_symbols}))
+
+    def formula(self, values: Mapping[str, float] | None = None) -> str:
+        """The formula as text, a line per term: with names, or with numbers and the seconds they make."""
+        lines = [f"{self.name}: T = {' + '.join(stage.symbol for stage in self.stages)}"]
+        evaluated = self.evaluate(values) if values is not None else {}
+        for stage in self.stages:
+            total = f" = {self._combined(stage, evaluated[stage.name]):.4g} s" if evaluated else ""
+            lines.append(f"{stage.symbol}{total}: the {stage.combine.value} of  [{stage.citation}]")
+            width = max(len(term.lane) for term in stage.terms)
+            for term in stage.terms:
+                text = str(term.expression) if values is None else _with_numbers(term.expression, values)
+                result = f" = {evaluated[stage.name][term.lane]:.4g} s" if evaluated else ""
+                lines.append(f"    {term.lane:<{width}}  {text}{result}")
+        return "\n".join(lines)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The symbols that ``evaluate`` needs values for."""
+        return tuple(sorted({symbol.name for term in self._terms for symbol in term.expression.free_symbols}))
+
+    @functools.cached_property
+    def _terms(self) -> tuple[Term, ...]:
+        return tuple(term for stage in self.stages for term in stage.terms)
+
+    @functools.cached_property
+    def _layout(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return tuple((stage.name, tuple(term.lane for term in stage.terms)) for stage in self.stages)
+
+    @functools.cached_property
+    def _numbers(self) -> Callable[..., Iterable[float]]:
+        expressions = [term.expression for term in self._terms]
+        function: Callable[..., Iterable[float]] = sympy.lambdify(
+            [symbols(name) for name in self.names], expressions, modules="math"
+        )
+        return function
+
+    @functools.cached_property
+    def _slopes(self) -> Callable[[str], Expression]:
+        total = sympy.Add(*[stage.expression for stage in self.stages])
+        return functools.cache(lambda symbol: sympy.diff(total, symbols(symbol)))
+
+    @staticmethod
+    def _combined(stage: StageFormula, lanes: Mapping[str, float]) -> float:
+        return max(lanes.values()) if stage.combine is Combine.MAX else sum(lanes.values())
+
+
+def _with_numbers(expression: Expression, values: Mapping[str, float]) -> str:
+    """The expression with four digits of each value in place of its name."""
+    # A number in a symbol's clothes: a real one would be multiplied out.
+    named = {symbol: sympy.Symbol(f"{values[symbol.name]:.4g}") for symbol in expression.free_symbols}
+    return str(expression.xreplace(named))

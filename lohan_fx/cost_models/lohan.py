@@ -1,0 +1,145 @@
+"""lohan: LoHan's cost model (Eq. 1 to 5; Ratel's are the same), as printed and corrected.
+
+``LITERAL`` is the paper's, misprints included. ``CORRECTED`` is what ``lohan_fx.cost`` computes: in terms of what a
+step really moves. ``OF_A_MODEL`` is the corrected one in the paper's symbols. Corrections (mechanisms B2, c3): swapped
+bytes that host memory takes do not reach the SSD (Eq. 3 clamped, c3.1); CPU Adam is a term and so is the traffic of the
+host's memory (c3.9); the SSD is no faster than its measured mixture of reads and writes; where the compute device is
+the processor, Adam takes its time from the model. Fill and drain are left out (c3.10): a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sympy
+
+from lohan_fx.cost_models.formula import CostModel, Expression, StageFormula, Term, symbols
+
+ADAM_TOUCHED_BYTES = 32
+"""Bytes of host memory that one parameter's update moves: g16, p32, m, v read; p32, m, v, p16 written."""
+
+
+def _literal() -> CostModel:
+    flop_f, flop_r, thp, p = symbols("FLOP_f FLOP_r THP_G P")
+    a, mem, link, read, write = symbols("A_G2M MEM_avail BW_G BW_S2M BW_M2S")
+    to_ssd = a - mem  # Eq. 3: alpha A_G2M, negative where everything fits in main memory
+    forward = (
+        Term("compute", flop_f / thp),
+        Term("d2h", a / link),
+        Term("h2d", 2 * p / link),
+        Term("ssd", 2 * p / read + to_ssd / write),
+    )
+    backward = (
+        Term("compute", (2 * flop_f + flop_r) / thp),
+        Term("d2h", 2 * p / link),
+        Term("h2d", (2 * p + a) / link),
+        Term("ssd", (14 * p + to_ssd) / read + 14 * p / write),
+    )
+    return CostModel(
+        "LoHan as printed",
+        (
+            StageFormula("forward", "T_f", forward, "LoHan Eq. 2 with Eq. 3, which is Eq. 4"),
+            StageFormula("backward", "T_b", backward, "LoHan Eq. 5"),
+        ),
+    )
+
+
+def adam(parameters: Expression, rate: Expression, memory: Expression) -> Expression:
+    """Seconds of the CPU's updates: arithmetic, or the traffic of host memory."""
+    return sympy.Max(parameters / rate, ADAM_TOUCHED_BYTES * parameters / memory)
+
+
+def in_turns(read_bytes: Expression, write_bytes: Expression, read: Expression, write: Expression) -> Expression:
+    """Seconds of drives that do one thing at a time (L-HW-08)."""
+    return read_bytes / read + write_bytes / write
+
+
+def mixed(
+    read_bytes: Expression, write_bytes: Expression, read: Expression, write: Expression, both: Expression
+) -> Expression:
+    """Seconds of drives that besides are no faster than their measured rate for reads and writes in turns."""
+    together = 2 * sympy.Min(read_bytes, write_bytes) / both
+    rest = sympy.Max(read_bytes - write_bytes, 0) / read + sympy.Max(write_bytes - read_bytes, 0) / write
+    # Not simplified: sympy would look for a larger one of the two for a long time, and not find it.
+    return sympy.Max(in_turns(read_bytes, write_bytes, read, write), together + rest, evaluate=False)
+
+
+def _corrected(
+    name: str, of: Callable[[str], Expression], drives: Callable[[Expression, Expression], Expression]
+) -> CostModel:
+    """``of``: the quantities of ``lohan_fx.cost.Work`` and rates of a ``HardwareProfile`` by name."""
+    swapped, swapped_nvme, held = of("swapped_bytes"), of("swapped_nvme_bytes"), of("held_nvme_bytes")
+    h2d, d2h = of("h2d_bytes_per_s"), of("d2h_bytes_per_s")
+    rates = of("adam_parameters_per_s"), of("host_memory_bytes_per_s")
+    forward = (
+        Term("compute", of("forward_s")),
+        Term("h2d", of("fetched_forward_bytes") / h2d),
+        Term("d2h", swapped / d2h),
+        Term("ssd", drives(of("fetched_forward_nvme_bytes"), swapped_nvme)),
+    )
+    adam_s = adam(of("adam_parameters"), *rates)
+    read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
+    backward = (
+        Term("compute", of("backward_s") + of("recompute_s") + of("adam_on_device") * adam_s),
+        Term("h2d", (of("fetched_backward_bytes") + swapped) / h2d),
+        Term("d2h", of("gradient_bytes") / d2h),
+        Term("ssd", drives(read, of("state_write_bytes") + held)),
+        Term("cpu", adam_s + drives(of("serial_read_bytes"), of("serial_write_bytes"))),
+    )
+    optimizer = (
+        Term("ssd", drives(of("late_state_read_bytes") + held, of("late_state_write_bytes"))),
+        Term("cpu", adam(of("late_adam_parameters"), *rates)),
+    )
+    return CostModel(
+        name,
+        (
+            StageFormula("forward", "T_f", forward, "LoHan Eq. 4, Eq. 3 clamped"),
+            StageFormula("backward", "T_b", backward, "LoHan Eq. 5; CPU: Fuyou Eq. 5; naive: LoHan sec. IV-C"),
+            StageFormula("optimizer", "T_o", optimizer, "updates after the backward only (LoHan fig. 7, +ZeRO)"),
+        ),
+    )
+
+
+def _of_work() -> CostModel:
+    rates = symbols("ssd_read_bytes_per_s ssd_write_bytes_per_s ssd_mixed_bytes_per_s")
+    return _corrected("LoHan corrected", symbols, lambda read, write: mixed(read, write, *rates))
+
+
+def _of_a_model() -> CostModel:
+    """The corrected model of a step that streams everything: 2P in per stage, 12P of states in and 14P out."""
+    flop_f, flop_r, thp, p, a, mem = symbols("FLOP_f FLOP_r THP_G P A_G2M MEM_avail")
+    link, read, write, adam_rate, memory = symbols("BW_G BW_S2M BW_M2S ADAM BW_M")
+    quantities = {
+        "forward_s": flop_f / thp,
+        "backward_s": 2 * flop_f / thp,
+        "recompute_s": flop_r / thp,
+        **dict.fromkeys(("fetched_forward_bytes", "fetched_forward_nvme_bytes"), 2 * p),
+        **dict.fromkeys(("fetched_backward_bytes", "fetched_backward_nvme_bytes", "gradient_bytes"), 2 * p),
+        "swapped_bytes": a,
+        "swapped_nvme_bytes": sympy.Max(0, a - mem),
+        "state_read_bytes": 12 * p,
+        "state_write_bytes": 14 * p,
+        "adam_parameters": p,
+        **dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), link),
+        "adam_parameters_per_s": adam_rate,
+        "host_memory_bytes_per_s": memory,
+    }
+    model = _corrected(
+        "LoHan corrected, in its symbols",
+        lambda name: quantities.get(name, sympy.Integer(0)),
+        # The papers give no rate of reads and writes mixed.
+        lambda read_bytes, write_bytes: in_turns(read_bytes, write_bytes, read, write),
+    )
+    return CostModel(model.name, model.stages[:2])
+
+
+def _drives() -> CostModel:
+    names = "read_bytes write_bytes ssd_read_bytes_per_s ssd_write_bytes_per_s ssd_mixed_bytes_per_s"
+    stage = StageFormula("transfer", "T_S", (Term("ssd", mixed(*symbols(names))),), "LoHan sec. IV-D")
+    return CostModel("Drives", (stage,))
+
+
+LITERAL = _literal()
+CORRECTED = _of_work()
+OF_A_MODEL = _of_a_model()
+DRIVES = _drives()
