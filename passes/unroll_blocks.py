@@ -107,8 +107,8 @@ class _Blocks:
                         f"{self.prefix}.{number}: {node.format_node()} differs from {like.format_node()}"
                     )
         self._check_order()
-        for node, number in self.block.items():
-            if number is None and node.op != "output" and any(self.block[n] in inner for n in node.all_input_nodes):
+        for node, block in self.block.items():
+            if block is None and node.op != "output" and any(self.block[n] in inner for n in node.all_input_nodes):
                 raise BlocksDiffer(f"{node.name}, which is outside of the blocks, reads from inside of one")
 
     def _equal(self, node: Node, like: Node) -> bool:
