@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +17,21 @@ from lohan_fx import ops
 from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
 from lohan_fx.passes.traffic import swap_sizes_bytes
-from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training
+from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
 from lohan_fx.shell import Shell
+
+Replan = Callable[[Request], Plan]
+"""The plan that another request would get for the graph that was linked."""
 
 
 class Linked(Protocol):
     """What the backend needs of the compiled model: its request, and a runtime to link graphs to."""
 
     def request(self) -> Request: ...
-    def link(self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range) -> None: ...
+    def link(
+        self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
+    ) -> None: ...
     def forward(self, *, training: bool) -> AbstractContextManager[None]: ...
     def backward(self) -> AbstractContextManager[None]: ...
 
@@ -50,20 +56,22 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
                 slots = ops.new_slots(count) if count else range(0)
                 return slots
 
+            parameters = parameters_of(joint, found)
             halves, plan = compile_training(
                 joint,
                 model.request(),
                 num_outputs=num_fwd_outputs,
-                parameters=parameters_of(joint, found),
+                parameters=parameters,
                 activation_slots=activation_slots,
             )
-            model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots)
+            again = functools.partial(replan, joint, num_fwd_outputs, parameters)
+            model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             assert halves.backward is not None
             return halves.forward, halves.backward
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
             halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
-            model.link(halves, plan, swap_sizes=(), slots=range(0))
+            model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
             return _linked(halves.forward, lambda: model.forward(training=False))
 
         return aot_autograd(

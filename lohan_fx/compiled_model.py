@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,17 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lohan_fx.capture import backend_for, capture_errors, prepare_dynamo
+from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
+
+_LOG = logging.getLogger(__name__)
 
 ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
@@ -62,6 +66,9 @@ class CompiledModel:
         self._request = request
         self._originals = originals
         self._cleanup = cleanup
+        self.checks = SelfCheck(engine.timeline)
+        self._replan: Replan | None = None
+        self._revised = False
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._restore: list[Callable[[], None]] = []
@@ -88,6 +95,7 @@ class CompiledModel:
             self._stream_state_dict(module)
         self._replace(self.model, "zero_grad", self._zero_grad)
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
+        self.engine.on_stage = self.checks.begins
         self._at_exit()
         self._call = {True: self._compiled(dynamic=False), False: self._compiled(dynamic=None)}
         self.model._compiled_call_impl = torch._dynamo.disable(self._run)
@@ -113,6 +121,8 @@ class CompiledModel:
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
+            self._correct()
         with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._call[torch.is_grad_enabled()](*args, **kwargs)
 
@@ -163,14 +173,48 @@ class CompiledModel:
         """What ``compile`` was asked for, and the homes that the last plan gave to the parameters."""
         return dataclasses.replace(self._request, homes=self.plans[-1].parameters if self.plans else ())
 
-    def link(self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range) -> None:
+    def link(
+        self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
+    ) -> None:
         """Rewritten graphs are there. The runtime gets ready for them before the first one runs, not now: tracing is
         under way, and every tensor made here would be a fake one."""
         self._unconfigured.append(
             functools.partial(self.engine.configure, plan, swap_sizes_bytes=swap_sizes, activation_slots=slots)
         )
+        if replan is not None:
+            # Corrected from the steps of one graph alone: with several, none of them explains the measurements.
+            alone = not self.training_graphs() and not self._revised and self._request.plan is None
+            self._replan = replan if alone and self._request.hw.is_this_machine() else None
+            self.checks.forget()
         self.plans.append(plan)
         self.halves.append(halves)
+
+    def training_graphs(self) -> list[int]:
+        """Which of ``halves`` train."""
+        return [index for index, halves in enumerate(self.halves) if halves.backward is not None]
+
+    def _correct(self) -> None:
+        """The first steps are over: correct the profile by them, and revise the plan if that pays (``self_check``)."""
+        replan, self._replan = self._replan, None
+        (graph,) = self.training_graphs()
+        found = self.plans[graph].prediction
+        assert replan is not None and found is not None
+        ratios = corrections(found, typical(self.checks.steps))
+        request = dataclasses.replace(
+            self._request,
+            hw=corrected(self._request.hw, ratios),
+            matmul_rate=self._request.matmul_rate / ratios["compute"],
+            compute_scale=self._request.compute_scale * ratios["compute"],
+        )
+        now, then = scaled(found, ratios), replan(request).prediction
+        self._request = request
+        assert then is not None
+        if not worth_revising(now, then):
+            return
+        _LOG.info("the plan is revised: %.3g s a step instead of %.3g s, by what was measured", then.step_s, now.step_s)
+        self._revised = True
+        del self.plans[graph], self.halves[graph]
+        self._forget_graphs(self._call[True])
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -244,8 +288,12 @@ class CompiledModel:
         object.__delattr__(self.model, ATTRIBUTE)
         # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
         for call in self._call.values():
-            reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
+            self._forget_graphs(call)
         self._close()
+
+    @staticmethod
+    def _forget_graphs(call: Callable[..., Any]) -> None:
+        reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
 
     def _close(self) -> None:
         try:

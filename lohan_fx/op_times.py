@@ -55,8 +55,13 @@ def _is_timed(node: Node) -> bool:
 
 def signature_of(node: Node) -> Signature:
     """What decides how long ``node`` takes: its op, and shape, stride and dtype of what it reads."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _described(meta.value(n)))
+    args, kwargs = _mapped(node, lambda source: _described(meta.value(source)))
     return (str(node.target), repr(args), repr(kwargs))
+
+
+def _mapped(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """The arguments of ``node`` with ``value_of`` each node among them."""
+    return map_arg((node.args, node.kwargs), value_of)
 
 
 def _described(value: object) -> object:
@@ -76,7 +81,7 @@ def _seconds(node: Node, device: torch.device) -> float:
             made[source] = _real(meta.value(source), device)
         return made[source]
 
-    args, kwargs = map_arg((node.args, node.kwargs), real)
+    args, kwargs = _mapped(node, real)
     args, kwargs = _numbers(args), _numbers(kwargs)
     op: Any = node.target
     return _least_seconds(lambda: op(*args, **kwargs), device)

@@ -46,7 +46,8 @@ PASSES: tuple[Pass, ...] = (
 class Request:
     """What ``compile`` was asked for, as far as the pipeline needs it.
 
-    ``homes``: where an earlier plan of this model has put the parameters; empty before the first.
+    ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
+    many times longer than measured op by op the graphs turned out to take (``self_check``).
     """
 
     hw: HardwareProfile
@@ -58,6 +59,7 @@ class Request:
     windows: Windows
     plan: Plan | None
     homes: tuple[ParameterPlan, ...] = ()
+    compute_scale: float = 1.0
 
 
 def compile_training(
@@ -80,6 +82,13 @@ def compile_training(
     plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
     halves.recompile()
     return halves, plan
+
+
+def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput], request: Request) -> Plan:
+    """The plan that ``request`` would get for a joint graph that was compiled before, with its prediction."""
+    plan = _search(joint, request, num_outputs, parameters)
+    halves = _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
+    return dataclasses.replace(plan, prediction=_predict(halves, plan, request))
 
 
 def compile_inference(
@@ -146,7 +155,11 @@ def _apply_passes(halves: Halves, plan: Plan, *, checked: bool) -> None:
 
 
 def _node_seconds(request: Request) -> Callable[[Cost], float]:
-    return lambda found: cost.node_seconds(found, request.hw, request.matmul_rate)
+    def seconds(found: Cost) -> float:
+        scale = request.compute_scale if found.measured_s is not None else 1.0
+        return scale * cost.node_seconds(found, request.hw, request.matmul_rate)
+
+    return seconds
 
 
 def _keep_everything(request: Request) -> Plan:

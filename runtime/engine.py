@@ -48,6 +48,7 @@ class Engine:
     """Executes the ``lohan`` ops of one model. Made by ``compile``; set up by the first plan (``configure``).
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
+    ``on_stage`` is told when a training forward, a backward and the optimizer's barrier begin, and when a step ends.
     """
 
     def __init__(self, slots: Sequence[ParameterSlot], store: NvmeStore, device: torch.device) -> None:
@@ -61,6 +62,7 @@ class Engine:
         self.states = States(store, self.slots, self.residency)
         self.options: Options | None = None
         self.applied_with: dict[int, AdamOptions] = {}
+        self.on_stage: Callable[[str], None] = lambda stage: None
         self._activation_slots: list[int] = []
         self._applying = self._holding = False
         self._machine: Machine | None = None
@@ -169,6 +171,8 @@ class Engine:
     def forward(self, *, training: bool) -> Iterator[None]:
         """Around a forward graph."""
         self.micro_batches.forward_begins()
+        if training:
+            self.on_stage("forward")
         with ops.expecting(), self._on_the_clock("forward"):
             yield
         if training:
@@ -183,6 +187,7 @@ class Engine:
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
             )
         self._applying = self.micro_batches.backward_begins()
+        self.on_stage("backward")
         try:
             if self._holding:
                 # What is held may be on its way to NVMe; this backward's gradients are added to it.
@@ -224,6 +229,7 @@ class Engine:
         assert self.options is not None
         if self._machine is None:
             return ()
+        self.on_stage("optimizer")
         try:
             self._optimizer.barrier()
             # Also after an update in the backward: that of another micro-batch may have reached more parameters.
@@ -240,6 +246,7 @@ class Engine:
         updated = list(self.applied_with)
         self._forget_gradients()
         self.micro_batches.step_ends()
+        self.on_stage("end")
         return updated
 
     def zero_grad(self) -> None:

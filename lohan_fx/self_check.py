@@ -1,0 +1,146 @@
+"""self_check: what each step was predicted to take and what it took, per stage and lane, and what to correct.
+
+The rates of a profile were measured one at a time; in training the lanes disturb each other, and other processes take
+their share. So the first steps are a measurement too (LoHan IV-B; mechanisms B1): each lane's rate is corrected by
+how much longer it was busy than predicted, and if the plan made with corrected rates is faster by more than
+``REVISION_GAIN``, it replaces the first one between two steps. No number changes by that: every plan computes the same.
+
+A stage's lanes count from its beginning to that of the next one; "optimizer" is what ``step()`` still waits for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lohan_fx.hardware import FrozenMapping, HardwareProfile
+from lohan_fx.plan import Prediction, Stage
+from lohan_fx.runtime.timeline import LaneTotals, Timeline
+
+STAGES = ("forward", "backward", "optimizer")
+END = "end"
+WARM_UP_STEPS = 1
+LEARNING_STEPS = 3
+"""So many steps after the warm-up correct the profile."""
+REVISION_GAIN = 0.05
+"""A new plan must promise to be faster by this share: making it costs a capture."""
+NEGLIGIBLE = 0.02
+"""A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
+MOST_CORRECTION = 20.0
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """One step: stage -> lane -> seconds busy, and stage -> seconds from its begin to that of the next one."""
+
+    lanes_s: Mapping[str, Mapping[str, float]]
+    stages_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages_s.values())
+
+
+class SelfCheck:
+    """Watches the steps of one compiled model. Called by one thread, the one that trains."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._marks: list[tuple[str, float, LaneTotals]] = []
+        self.steps: list[StepCheck] = []
+
+    def begins(self, stage: str) -> None:
+        """``stage`` begins, or the step ends. Micro-batches are not checked: their stages have no prediction of their own."""
+        self._marks.append((stage, time.perf_counter(), self._timeline.snapshot()))
+        if stage != END:
+            return
+        marks, self._marks = self._marks, []
+        if [name for name, *_ in marks] != [*STAGES, END]:
+            return
+        lanes_s, stages_s = {}, {}
+        for (name, begin_s, before), (_, end_s, after) in itertools.pairwise(marks):
+            lanes_s[name] = dict(after.since(before).wall_s)
+            stages_s[name] = end_s - begin_s
+        self.steps.append(StepCheck(lanes_s, stages_s))
+
+    def forget(self) -> None:
+        """Begin anew, after a revision or a failure."""
+        self._marks.clear()
+        self.steps.clear()
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the steps that correct the profile are there."""
+        return len(self.steps) >= WARM_UP_STEPS + LEARNING_STEPS
+
+
+def typical(steps: Sequence[StepCheck]) -> StepCheck:
+    """The median of each figure over ``steps``, the warm-up left out where there is more."""
+    steady = steps[WARM_UP_STEPS:] or steps
+    lanes = sorted({lane for step in steady for stage in step.lanes_s.values() for lane in stage})
+    return StepCheck(
+        {
+            stage: {lane: statistics.median(s.lanes_s[stage].get(lane, 0.0) for s in steady) for lane in lanes}
+            for stage in STAGES
+        },
+        {stage: statistics.median(s.stages_s[stage] for s in steady) for stage in STAGES},
+    )
+
+
+def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
+    """Lane -> how many times longer than predicted it was busy, over both stages; 1 where it hardly matters."""
+    found = {}
+    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s}:
+        expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
+        took_s = sum(stage.get(lane, 0.0) for stage in measured.lanes_s.values())
+        heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
+        ratio = took_s / expected_s if heard_of else 1.0
+        found[lane] = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
+    return found
+
+
+def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfile:
+    """``hw`` with each lane's rates divided by its ratio (see ``corrections``)."""
+    compute, ssd, cpu = (ratios.get(lane, 1.0) for lane in ("compute", "ssd", "cpu"))
+    drives = tuple(
+        replace(
+            drive,
+            read_bytes_per_s=drive.read_bytes_per_s / ssd,
+            write_bytes_per_s=drive.write_bytes_per_s / ssd,
+            mixed_bytes_per_s=drive.mixed_bytes_per_s / ssd,
+        )
+        for drive in hw.nvme
+    )
+    return replace(
+        hw,
+        matmul_flops_per_s=FrozenMapping({k: rate / compute for k, rate in hw.matmul_flops_per_s.items()}),
+        memory_bytes_per_s=hw.memory_bytes_per_s / compute,
+        op_overhead_s=hw.op_overhead_s * compute,
+        h2d_bytes_per_s=hw.h2d_bytes_per_s / ratios.get("h2d", 1.0),
+        d2h_bytes_per_s=hw.d2h_bytes_per_s / ratios.get("d2h", 1.0),
+        adam_parameters_per_s=hw.adam_parameters_per_s / cpu,
+        host_memory_bytes_per_s=hw.host_memory_bytes_per_s / cpu,
+        nvme=drives,
+    )
+
+
+def scaled(predicted: Prediction, ratios: Mapping[str, float]) -> Prediction:
+    """``predicted`` as it would have been with the corrected rates."""
+
+    def stage(found: Stage) -> Stage:
+        return Stage({lane: seconds * ratios.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})
+
+    found = {name: stage(before) for name, before in _stages(predicted).items()}
+    return replace(predicted, forward=found["forward"], backward=found["backward"], optimizer=found["optimizer"])
+
+
+def _stages(predicted: Prediction) -> dict[str, Stage]:
+    return {name: getattr(predicted, name) for name in STAGES}
+
+
+def worth_revising(now: Prediction, then: Prediction) -> bool:
+    """Whether a plan predicted to take ``then`` should replace the one that takes ``now``."""
+    return then.step_s < now.step_s * (1 - REVISION_GAIN)

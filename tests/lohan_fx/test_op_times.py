@@ -1,0 +1,73 @@
+"""op_times: what is measured, once per distinct op, and that measuring changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from lohan_fx import meta, op_times
+from lohan_fx.meta import Lane
+from lohan_fx.op_times import signature_of, time_ops
+from tests.passes.graphs import MODELS, captured
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_times, "_measured", {})
+    monkeypatch.setattr(op_times, "RUNS", (1, 1))
+    monkeypatch.setattr(op_times, "COLD_BYTES", 4096)
+
+
+def joint_of(name: str) -> GraphModule:
+    """A copy: the captured graph itself is shared by the tests of a session, and has no seconds."""
+    return copy.deepcopy(captured(name).joint)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_op_that_computes_gets_seconds_and_no_other_node(name: str) -> None:
+    joint = joint_of(name)
+    time_ops(joint, CPU)
+    for node in joint.graph.nodes:
+        found = meta.cost(node)
+        is_op = isinstance(node.target, torch._ops.OpOverload)
+        computes = is_op and found.lane is Lane.COMPUTE and not found.is_view
+        assert (found.measured_s is not None) == computes, node.format_node()
+        assert found.measured_s is None or found.measured_s > 0
+
+
+def test_equal_ops_are_measured_once() -> None:
+    joint = joint_of("transformer")
+    time_ops(joint, CPU)
+    timed = [n for n in joint.graph.nodes if meta.cost(n).measured_s is not None]
+    assert len(op_times._measured) == len({signature_of(n) for n in timed}) < len(timed)
+    by_signature: dict[object, set[float | None]] = {}
+    for node in timed:
+        by_signature.setdefault(signature_of(node), set()).add(meta.cost(node).measured_s)
+    assert all(len(seconds) == 1 for seconds in by_signature.values())
+
+
+def test_random_ops_that_are_measured_leave_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    for name in MODELS:
+        time_ops(joint_of(name), CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_fastest_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 5.0, 2.0, 3.0])  # the first warms up
+    monkeypatch.setattr(op_times, "RUNS", (3, 3))
+    monkeypatch.setattr(op_times, "_timed", lambda run, device: next(seconds))
+    assert op_times._least_seconds(lambda: None, CPU) == 2.0
+
+
+def test_a_strided_input_is_another_op() -> None:
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.empty(4, 6), torch.empty(6, 4).t()
+    square = [graph.call_function(torch.ops.aten.mul.Tensor, (each, each)) for each in (x, y, x)]
+    assert signature_of(square[0]) == signature_of(square[2]) != signature_of(square[1])
