@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
 from lohan_fx.problem import GRADIENT_BYTES, STATE_BYTES, Problem
 
 STAGING_GROWTH_BYTES = 128 << 20
@@ -13,14 +13,20 @@ STAGING_GROWTH_BYTES = 128 << 20
 
 def resident_bytes(plan: Plan) -> tuple[int, int]:
     """(device, host) bytes of parameters, states and waiting gradients that ``plan`` keeps in memory."""
-    found = {tier: sum(p.bytes for p in plan.parameters if p.home is tier) for tier in Tier}
-    for p in plan.parameters:
-        if p.states_home is not None:
-            # An fp32 master that is also what the graph computes with exists once where both are in one memory.
-            same = p.home is p.states_home or (plan.device == "cpu" and Tier.NVME not in (p.home, p.states_home))
-            found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
-        if p.gradient_home is not None:
-            found[p.gradient_home] += GRADIENT_BYTES * p.numel
+    found = [parameter_bytes(p, plan.device) for p in plan.parameters]
+    return sum(device for device, _ in found), sum(host for _, host in found)
+
+
+def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
+    """(device, host) bytes that one parameter, its states and its waiting gradient take."""
+    found = dict.fromkeys(Tier, 0)
+    found[p.home] += p.bytes
+    if p.states_home is not None:
+        # An fp32 master that is also what the graph computes with exists once where both are in one memory.
+        same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
+        found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
+    if p.gradient_home is not None:
+        found[p.gradient_home] += GRADIENT_BYTES * p.numel
     return found[Tier.DEVICE], found[Tier.HOST]
 
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lohan_fx.passes.equal_blocks import EqualBlocks
+from lohan_fx.passes.independent_parts import EqualBlocks
 
 
 class Quantity(enum.StrEnum):

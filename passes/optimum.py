@@ -29,7 +29,7 @@ from lohan_fx.passes.decision_model import (
     quantities_of,
     savable,
 )
-from lohan_fx.passes.equal_blocks import EqualBlocks
+from lohan_fx.passes.independent_parts import EqualBlocks
 
 GAP = 1e-7
 """Relative distance between the plan found and the bound at which the search for a better one ends."""

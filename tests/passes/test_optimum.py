@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Model, Quantity, Size, Thing
-from lohan_fx.passes.equal_blocks import equal_blocks, saved_names
+from lohan_fx.passes.independent_parts import equal_blocks, saved_names
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import read, search
 from tests.passes.graphs import reachable

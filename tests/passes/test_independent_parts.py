@@ -1,4 +1,4 @@
-"""equal_blocks: parts that are independent, equal ones together, and counts that say as much as names."""
+"""independent_parts: parts that are independent, equal ones together, and counts that say as much as names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
-from lohan_fx.passes.equal_blocks import EqualBlocks, equal_blocks, saved_names
+from lohan_fx.passes.independent_parts import EqualBlocks, equal_blocks, saved_names
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import BLOCKS, SIZES, Transformer, machine
 from tests.passes.small_graphs import activation_graphs, repeated

@@ -1,4 +1,4 @@
-"""equal_blocks: what of an activation graph can be decided part by part, with equal parts counted instead of repeated.
+"""independent_parts: what of an activation graph can be decided part by part, with equal parts counted instead of repeated.
 
 Once what must be saved is saved, recomputation in one block of a transformer no longer depends on what other blocks
 save. Such parts are independent of each other, and most are copies of a few.

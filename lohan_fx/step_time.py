@@ -1,0 +1,108 @@
+"""step_time: the work of a step by a plan before there are rewritten graphs, and its lanes as lines in what is decided."""
+
+from __future__ import annotations
+
+from lohan_fx import cost
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Lane
+from lohan_fx.passes.activation_graph import closure
+from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
+from lohan_fx.plan import ParameterPlan, Plan, Recompute, Stage, Swap, Tier
+from lohan_fx.problem import STATE_BYTES, Problem
+
+
+def parameter_adds(p: ParameterPlan) -> dict[Quantity, float]:
+    """What one parameter adds to a step's traffic: it is fetched once per stage, and updated in the backward."""
+    away = p.states_home is Tier.NVME
+    # Where the master is also what the graph computes with, writing the states back writes it.
+    copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
+    return {
+        Quantity.FETCHED: 0 if p.home is Tier.DEVICE else p.bytes,
+        Quantity.FETCHED_NVME: p.bytes if p.home is Tier.NVME else 0,
+        Quantity.STATES: STATE_BYTES * p.numel if away else 0,
+        Quantity.COPIED: p.bytes if copied else 0,
+    }
+
+
+def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
+    """The sums of ``decision_model`` for ``plan``, memory aside."""
+    found = problem.activations
+    total: dict[Quantity, float] = dict.fromkeys(Quantity, 0)
+    for p in plan.parameters:
+        for quantity, added in parameter_adds(p).items():
+            total[quantity] += added
+    saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
+    total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
+    total[Quantity.SWAPPED] = sum(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
+    total[Quantity.SWAPPED_NVME] = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    return total
+
+
+def work_of(problem: Problem, total: Adds) -> cost.Work:
+    """The step's work, with everything updated in the backward."""
+    trained = [p for p in problem.parameters if p.trainable]
+    fetched, fetched_nvme = int(total.get(Quantity.FETCHED, 0)), int(total.get(Quantity.FETCHED_NVME, 0))
+    states = int(total.get(Quantity.STATES, 0))
+    return cost.Work(
+        forward_s=problem.forward_s,
+        backward_s=problem.backward_s,
+        recompute_s=total.get(Quantity.RECOMPUTE_S, 0.0),
+        fetched_forward_bytes=fetched,
+        fetched_forward_nvme_bytes=fetched_nvme,
+        fetched_backward_bytes=fetched,
+        fetched_backward_nvme_bytes=fetched_nvme,
+        swapped_bytes=int(total.get(Quantity.SWAPPED, 0)),
+        swapped_nvme_bytes=int(total.get(Quantity.SWAPPED_NVME, 0)),
+        gradient_bytes=sum(p.bytes for p in trained),
+        state_read_bytes=states,
+        state_write_bytes=states + int(total.get(Quantity.COPIED, 0)),
+        adam_parameters=sum(p.numel for p in trained),
+    )
+
+
+def step_seconds(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
+    """Seconds of a step by ``plan``, whose optimizer runs in the backward."""
+    return cost.step_seconds(work_of(problem, quantities_of_plan(problem, plan)), hw)
+
+
+def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, ...], ...]:
+    """The lanes of forward and backward as lines: what ``cost`` computes, in the form that ``optimum`` solves.
+
+    What no decision changes is asked of ``cost`` itself. Without drives there is no SSD lane: then nothing may go there.
+    """
+    nothing = work_of(problem, {})
+    q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
+    forward = _links(cost.forward_stage(nothing, hw), {Lane.H2D: {q.FETCHED: 1 / h2d}, Lane.D2H: {q.SWAPPED: 1 / d2h}})
+    backward = _links(
+        cost.backward_stage(nothing, hw),
+        {Lane.COMPUTE: {q.RECOMPUTE_S: 1.0}, Lane.H2D: {q.FETCHED: 1 / h2d, q.SWAPPED: 1 / h2d}},
+    )
+    if hw.nvme:
+        forward += _ssd(hw, (q.FETCHED_NVME,), (q.SWAPPED_NVME,))
+        backward += _ssd(hw, (q.FETCHED_NVME, q.SWAPPED_NVME, q.STATES), (q.STATES, q.COPIED))
+    return forward, backward
+
+
+def _links(fixed: Stage, slopes: dict[Lane, Adds]) -> tuple[LaneTime, ...]:
+    lanes = (lane for lane in fixed.lanes_s if lane != Lane.SSD.value)
+    return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(Lane(lane), {})),)) for lane in lanes)
+
+
+def _ssd(hw: HardwareProfile, reads: tuple[Quantity, ...], writes: tuple[Quantity, ...]) -> tuple[LaneTime, ...]:
+    """The drives, simplex. Where their mixed rate is the lower one, what is read and written in turns goes at that rate
+    and the rest alone: the less of two lines, of which one holds where more is read and the other where more is written."""
+    read_s, write_s = 1 / hw.ssd_read_bytes_per_s, 1 / hw.ssd_write_bytes_per_s
+    both_s = 2 / hw.ssd_mixed_bytes_per_s
+
+    def line(per_read_s: float, per_written_s: float) -> Line:
+        per = dict.fromkeys((*reads, *writes), 0.0)
+        for quantity in reads:
+            per[quantity] += per_read_s
+        for quantity in writes:
+            per[quantity] += per_written_s
+        return Line(0.0, per)
+
+    one_way = LaneTime((line(read_s, write_s),))
+    if both_s <= read_s + write_s:
+        return (one_way,)
+    return one_way, LaneTime((line(read_s, both_s - read_s), line(both_s - write_s, write_s)))
