@@ -188,6 +188,42 @@ class Prediction:
         return self.forward.seconds + self.backward.seconds + self.optimizer.seconds
 
 
+class Use(enum.StrEnum):
+    """What memory is used for."""
+
+    STAGING = "staging and captured graphs"
+    GRAPHS = "graphs at work"
+    ACTIVATIONS = "activations"
+    PARAMETERS = "parameters"
+    STATES = "optimizer states"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class Share:
+    """``bytes`` of ``tier`` that go to ``use``. ``saves_s``: by how much longer a step would take without them."""
+
+    tier: Tier
+    use: Use
+    bytes: int
+    saves_s: float
+
+
+@dataclass(frozen=True)
+class Division:
+    """How memory is divided, and how good the division is; all seconds by formula, of one step.
+
+    ``per_byte_s``: by tier, seconds that one byte more would save, which is what the last byte of each use saves.
+    ``walk_s``: the best by Algorithm 1; ``bound_s``: no decisions are faster.
+    """
+
+    shares: tuple[Share, ...]
+    per_byte_s: Mapping[str, float]
+    step_s: float
+    walk_s: float
+    bound_s: float
+
+
 @dataclass(frozen=True)
 class Plan:
     """All decisions for one model at one input shape under one set of budgets, with the prediction."""
@@ -202,6 +238,7 @@ class Plan:
     windows: Windows
     prediction: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
+    division: Division | None = None
 
     def decision(self, node: str) -> Decision | None:
         """The decision for the forward value ``node``, or None where the plan does not speak of it."""
@@ -216,7 +253,7 @@ class Plan:
         raise KeyError(f"the plan has no parameter {name!r}")
 
     def with_decisions(self, decisions: Mapping[str, Decision]) -> Plan:
-        """A copy with other decisions for the named activations; its prediction is dropped."""
+        """A copy with other decisions for the named activations, without prediction and division."""
         unknown = sorted(set(decisions) - set(self._by_node))
         if unknown:
             raise ValueError(f"the plan has no activation {', '.join(unknown)}: known ones are in plan.activations")
@@ -226,14 +263,14 @@ class Plan:
         activations = tuple(
             dataclasses.replace(a, decision=decisions.get(a.node, a.decision)) for a in self.activations
         )
-        return dataclasses.replace(self, activations=activations, prediction=None)
+        return dataclasses.replace(self, activations=activations, prediction=None, division=None)
 
     def with_homes(self, home: Tier, states_home: Tier) -> Plan:
         """A copy with every parameter at ``home`` and all optimizer states at ``states_home``."""
         parameters = tuple(
             dataclasses.replace(p, home=home, states_home=states_home if p.trainable else None) for p in self.parameters
         )
-        return dataclasses.replace(self, parameters=parameters, prediction=None)
+        return dataclasses.replace(self, parameters=parameters, prediction=None, division=None)
 
     @functools.cached_property
     def _by_node(self) -> dict[str, ActivationPlan]:
@@ -263,6 +300,12 @@ class Plan:
             if raw["prediction"] is not None:
                 stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward", "optimizer")}
                 raw["prediction"] = Prediction(**{**raw["prediction"], **stages})
+            if raw["division"] is not None:
+                shares = tuple(
+                    Share(**{**share, "tier": Tier(share["tier"]), "use": Use(share["use"])})
+                    for share in raw["division"]["shares"]
+                )
+                raw["division"] = Division(**{**raw["division"], "shares": shares})
             return cls(**raw)
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not a plan: {error}") from error

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
+    Division,
     Keep,
     OptimizerTiming,
     ParameterPlan,
     Plan,
     Prediction,
     Recompute,
+    Share,
     Stage,
     Swap,
     Tier,
+    Use,
     Windows,
     parse_decision,
 )
@@ -77,6 +80,15 @@ windows = st.builds(Windows, counts, counts, counts, pages, pages, st.integers(1
 predictions = st.builds(
     Prediction, stages, stages, st.dictionaries(words, counts, max_size=3), counts, counts, counts, counts
 )
+shares = st.builds(Share, st.sampled_from(Tier), st.sampled_from(Use), counts, seconds)
+divisions = st.builds(
+    Division,
+    st.lists(shares, max_size=3).map(tuple),
+    st.dictionaries(words, seconds, max_size=2),
+    seconds,
+    seconds,
+    seconds,
+)
 plans = st.builds(
     Plan,
     words,
@@ -89,6 +101,7 @@ plans = st.builds(
     windows,
     st.none() | predictions,
     st.lists(words, max_size=2).map(tuple),
+    st.none() | divisions,
 )
 
 
@@ -139,6 +152,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
         ("parameters", [{}], "not a plan: 'states_home'"),
         ("windows", {}, "not a plan"),
         ("prediction", {}, "not a plan: 'forward'"),
+        ("division", {}, "not a plan: 'shares'"),
         ("surplus", 1, "not a plan.*surplus"),
     ],
 )
