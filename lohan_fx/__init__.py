@@ -23,6 +23,9 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
 from lohan_fx.plan import Plan
+
+# This shadows the subpackage of the same name, which ``from lohan_fx.policies import ...`` still finds.
+from lohan_fx.policy_table import policies
 from lohan_fx.simulator import Simulation, simulate
 
 __version__ = "0.1.0"
@@ -44,6 +47,7 @@ __all__ = [
     "VerifyError",
     "compile",
     "dump",
+    "policies",
     "prepare",
     "release",
     "releasing",

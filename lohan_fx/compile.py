@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lohan_fx import ops, policies, process_memory
+from lohan_fx import ops, process_memory
 from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
 from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, Original, slots_of
 from lohan_fx.errors import InfeasiblePlan, LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
+from lohan_fx.policies import runnable
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -57,7 +58,7 @@ def compile(
         device_memory: the most to use on the compute device. None: what it has, within ``host_memory`` on a CPU.
         nvme: a directory per drive. None: those of ``hw``, or one under the user's cache directory.
         compute_dtype: dtype of parameters and activations; masters and moments are fp32.
-        policy: "lohan" searches; the others of ``lohan_fx.policies.POLICIES`` are forced.
+        policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.
         plan: obey this plan instead of making one; it must be of this model and input shape.
 
     Raises:
@@ -149,7 +150,7 @@ def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, po
         raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
     if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
         raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
-    policies.named(policy)
+    runnable(policy)
     if compute_dtype not in _DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
     if not isinstance(plan, Plan | None):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import sympy
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
-from lohan_fx.cost import Work
-from lohan_fx.meta import Cost, Lane
+from lohan_fx.cost import ADAM_TOUCHED_BYTES, Work
+from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
 
@@ -33,9 +34,11 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
     late = [p for p in updated if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD]
     early = [p for p in updated if p.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD]
+    on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
+    late = [p for p in late if p not in on_gpu]
     return Work(
         forward_s=computed,
-        backward_s=back,
+        backward_s=back + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
         recompute_s=again,
         fetched_forward_bytes=_fetched(forward, homes, Tier.HOST, Tier.NVME),
         fetched_forward_nvme_bytes=_fetched(forward, homes, Tier.NVME),
@@ -78,6 +81,24 @@ def _swapped_bytes(node: Node) -> int:
     source = node.args[0]
     assert isinstance(source, Node)
     return meta.cost(source).bytes
+
+
+def _adam(updated: list[ParameterPlan]) -> Cost:
+    """The device's own updates of ``updated``, as an op at its memory's speed."""
+    nothing = sympy.Integer(0)
+    return Cost(
+        flops=0,
+        bytes=0,
+        touched_bytes=ADAM_TOUCHED_BYTES * sum(p.numel for p in updated),
+        flops_expr=nothing,
+        bytes_expr=nothing,
+        layer="",
+        layer_kind="",
+        phase=Phase.BACKWARD,
+        lane=Lane.COMPUTE,
+        is_view=False,
+        is_random=False,
+    )
 
 
 def _states_read(updated: list[ParameterPlan]) -> int:

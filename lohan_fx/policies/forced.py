@@ -7,6 +7,7 @@ from lohan_fx.memory_model import check
 from lohan_fx.passes.search import useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, saving
+from lohan_fx.policies.layout import PLACES
 from lohan_fx.policies.policy import Policy
 from lohan_fx.problem import Problem
 
@@ -28,7 +29,7 @@ def _policy(
         del hw
         return forced(problem, decision, home, states)
 
-    return Policy(name, "ours", home.value, states.value, activations, "CPU, in the backward", decide)
+    return Policy(name, "ours", PLACES[home], PLACES[states], activations, "CPU, in the backward", decide)
 
 
 IN_MEMORY = _policy("in-memory", Keep(), "kept", Tier.DEVICE, Tier.HOST)

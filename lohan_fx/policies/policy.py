@@ -9,6 +9,8 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
 from lohan_fx.problem import Problem
 
+Decide = Callable[[Problem, HardwareProfile], Plan]
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -24,6 +26,7 @@ class Policy:
     states: str
     activations: str
     optimizer: str
-    decide: Callable[[Problem, HardwareProfile], Plan]
+    decide: Decide
     runs: bool = True
     why_not: str = ""
+    gradients: str = "consumed on arrival"

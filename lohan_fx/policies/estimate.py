@@ -1,0 +1,83 @@
+"""estimate: the work of a step by a plan, and the room that a layout leaves, before there are rewritten graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lohan_fx import cost
+from lohan_fx.memory_model import host_bytes, resident_bytes
+from lohan_fx.passes.activation_graph import closure
+from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from lohan_fx.policies.layout import Layout, between_blocks
+from lohan_fx.problem import GRADIENT_BYTES, STATE_BYTES, Problem
+
+
+@dataclass(frozen=True)
+class Room:
+    """Most bytes of activations that may be kept on the device, swapped to host RAM, and both together."""
+
+    kept: int
+    swapped: int
+    together: int
+
+    def less(self, over: dict[str, int]) -> Room:
+        """After a plan that was ``over`` by so many bytes per tier."""
+        device, host = over.get("device", 0), over.get("host", 0)
+        return Room(max(self.kept - device, 0), max(self.swapped - host, 0), max(self.together - host, 0))
+
+
+def room(problem: Problem, layout: Layout) -> Room:
+    """What ``layout`` leaves for activations, where the peak of a graph that recomputes all it can is needed anyway."""
+    budgets = problem.budgets
+    least = layout.plan(problem, between_blocks(problem, Tier.DEVICE))
+    graphs = problem.device_peak(least) - _bytes(least.activations, Keep())
+    device = budgets.device_memory_bytes - graphs - resident_bytes(least)[0]
+    host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
+    together = host - graphs - resident_bytes(least)[0] if budgets.shared else device + host
+    return Room(max(device, 0), max(host, 0), max(together, 0))
+
+
+def work(problem: Problem, plan: Plan) -> cost.Work:
+    """The step's work: each parameter is fetched once per stage, and gradients arrive once."""
+    found = problem.activations
+    trained = [p for p in plan.parameters if p.trainable]
+    late = [p for p in trained if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD]
+    early = [p for p in trained if p.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD]
+    fetched = sum(p.bytes for p in plan.parameters if p.home is not Tier.DEVICE)
+    from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
+    saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
+    to_nvme = _bytes(plan.activations, Swap(Tier.NVME))
+    return cost.Work(
+        forward_s=problem.forward_s,
+        backward_s=problem.backward_s,
+        recompute_s=sum(found.seconds[name] for name in closure(found, saved)),
+        fetched_forward_bytes=fetched,
+        fetched_forward_nvme_bytes=from_nvme,
+        fetched_backward_bytes=fetched,
+        fetched_backward_nvme_bytes=from_nvme,
+        swapped_bytes=to_nvme + _bytes(plan.activations, Swap(Tier.HOST)),
+        swapped_nvme_bytes=to_nvme,
+        gradient_bytes=sum(p.bytes for p in trained if p.gradient_home is not Tier.DEVICE),
+        state_read_bytes=_states(early),
+        state_write_bytes=_states(early) + _copies(early),
+        adam_parameters=sum(p.numel for p in early),
+        held_nvme_bytes=sum(GRADIENT_BYTES * p.numel for p in trained if p.gradient_home is Tier.NVME),
+        late_state_read_bytes=_states(late),
+        late_state_write_bytes=_states(late) + _copies(late),
+        late_adam_parameters=sum(p.numel for p in late),
+        serial_optimizer=plan.windows.optimizer_buffers == 1,
+    )
+
+
+def _bytes(activations: tuple[ActivationPlan, ...], decision: Keep | Swap) -> int:
+    return sum(a.bytes for a in activations if a.decision == decision)
+
+
+def _states(updated: list[ParameterPlan]) -> int:
+    return sum(STATE_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
+
+
+def _copies(updated: list[ParameterPlan]) -> int:
+    """Bytes of compute-dtype copies that are written beside the master, where they are not the master."""
+    own = (p for p in updated if p.bytes != 4 * p.numel or p.states_home is not Tier.NVME)
+    return sum(p.bytes for p in own if p.home is Tier.NVME)

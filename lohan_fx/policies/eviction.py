@@ -1,0 +1,44 @@
+"""eviction: everything stays on the device until it no longer fits; then the system's order says what goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lohan_fx.memory_model import check, missing
+from lohan_fx.passes.search import useful
+from lohan_fx.plan import Decision, Keep, Plan
+from lohan_fx.plan_builder import saving
+from lohan_fx.policies.layout import Layout
+from lohan_fx.problem import Problem
+
+ROUNDS = 16
+"""At least this share of all candidates goes in each round: each is measured on graphs rewritten by it."""
+
+
+def all_kept(problem: Problem) -> dict[str, Decision]:
+    """Keep whatever the backward reads."""
+    return saving(problem, useful(problem.activations), Keep())
+
+
+def evict(
+    problem: Problem, layout: Layout, start: Mapping[str, Decision], order: Iterable[tuple[str, Decision]]
+) -> Plan:
+    """``start``, changed in ``order`` as far as the device's memory demands.
+
+    Raises ``InfeasiblePlan`` where all of it does not suffice.
+    """
+    decisions, waiting = dict(start), list(order)
+    least = max(1, len(waiting) // ROUNDS)
+    while True:
+        plan = layout.plan(problem, decisions)
+        peak = problem.device_peak(plan)
+        over = missing(problem, plan, peak)
+        if not over or not waiting:
+            check(problem, plan, peak)
+            return plan
+        needed, freed, count = max(over.values()), 0, 0
+        while waiting and (freed < needed or count < least):
+            name, decision = waiting.pop(0)
+            decisions[name] = decision
+            freed += problem.activations.activations[name].bytes
+            count += 1

@@ -1,0 +1,122 @@
+"""layout: where a system keeps parameters, optimizer states and gradients, and the plans that follow from it.
+
+What differs between the systems beside this is their decision for each activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lohan_fx import problem as problems
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import check
+from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
+from lohan_fx.plan_builder import build_plan, default_homes, saving
+from lohan_fx.policies.policy import Decide, Policy
+from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
+
+PLACES = {Tier.DEVICE: "device", Tier.HOST: "host RAM", Tier.NVME: "NVMe"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``gradients``: where they wait for an optimizer that runs after the backward; None: it runs inside the backward,
+    as each arrives. ``prefetches``: whether transfers start before they are needed.
+
+    Small parameters stay in memory everywhere, with their states and gradients, as ZeRO's persistence threshold does.
+    """
+
+    parameters: Tier
+    states: Tier
+    gradients: Tier | None = None
+    prefetches: bool = True
+
+    def plan(self, problem: Problem, decisions: Mapping[str, Decision]) -> Plan:
+        """The plan of these decisions, whether it fits or not."""
+        late = self.gradients is not None
+        homes = default_homes(problem, self.parameters)
+        runs = OptimizerTiming.AFTER_BACKWARD if late else OptimizerTiming.IN_BACKWARD
+        plan = build_plan(problem, dict(decisions), homes, self.states, optimizer_runs=runs)
+        windows = plan.windows
+        if not self.prefetches:
+            windows = dataclasses.replace(windows, fetch_bytes=0, swap_in_bytes=0, gradient_bytes=0)
+        plan = dataclasses.replace(plan, windows=windows)
+        return waiting(plan, self.gradients) if self.gradients is not None else plan
+
+    def fitting(self, problem: Problem, decisions: Mapping[str, Decision]) -> Plan:
+        """The plan of these decisions. Raises ``InfeasiblePlan`` where it does not fit."""
+        plan = self.plan(problem, decisions)
+        check(problem, plan, problem.device_peak(plan))
+        return plan
+
+    def policy(
+        self,
+        name: str,
+        source: str,
+        activations: str,
+        decide: Decide,
+        *,
+        optimizer: str = "",
+        why_not: str = "",
+    ) -> Policy:
+        """The policy that decides by ``decide`` and says of itself what this layout is; with ``why_not`` it never runs."""
+        where = "device" if self.states is Tier.DEVICE else "CPU"
+        return Policy(
+            name=name,
+            source=source,
+            parameters=PLACES[self.parameters],
+            states=PLACES[self.states],
+            gradients=PLACES[self.gradients] if self.gradients is not None else "consumed on arrival",
+            activations=activations,
+            optimizer=optimizer or f"{where}, {'after' if self.gradients is not None else 'in'} the backward",
+            decide=decide,
+            runs=not why_not,
+            why_not=why_not,
+        )
+
+
+STREAMED = Layout(Tier.NVME, Tier.NVME)
+"""LoHan's and Fuyou's: all states on NVMe, gradients consumed on arrival (mechanisms a2)."""
+IN_CORE = Layout(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+"""Systems that only move activations: 16 bytes per parameter stay on the device, and its optimizer runs there."""
+IN_HOST = Layout(Tier.HOST, Tier.HOST, Tier.HOST)
+"""All states in main memory, the optimizer on the CPU after the backward."""
+
+
+def waiting(plan: Plan, home: Tier) -> Plan:
+    """``plan`` with every update after the backward and gradients waiting at ``home``, small ones beside their states:
+    on NVMe they would cost a request each for a few bytes."""
+    parameters = []
+    for p in plan.parameters:
+        if p.trainable:
+            small = p.numel <= problems.SMALL_PARAMETER_ELEMENTS
+            beside = p.states_home if small else home
+            p = dataclasses.replace(p, optimizer_runs=OptimizerTiming.AFTER_BACKWARD, gradient_home=beside)
+        parameters.append(p)
+    return dataclasses.replace(plan, parameters=tuple(parameters))
+
+
+def swap(problem: Problem, name: str, tier: Tier) -> Decision:
+    """``Swap(tier)``, or ``Keep()`` for what is not worth a transfer."""
+    small = problem.activations.activations[name].bytes < SMALL_ACTIVATION_BYTES
+    return Keep() if small else Swap(tier)
+
+
+def between_blocks(problem: Problem, tier: Tier) -> dict[str, Decision]:
+    """The tensors between blocks (and what must be saved beside them) at ``tier``, everything else recomputed."""
+    decisions = saving(problem, problem.activations.mandatory, Keep())
+    if tier is not Tier.DEVICE:
+        decisions.update({name: swap(problem, name, tier) for name, d in decisions.items() if isinstance(d, Keep)})
+    return decisions
+
+
+def checkpointing(layout: Layout, tier: Tier) -> Decide:
+    """Decides as systems do that save the tensors between blocks at ``tier`` and recompute everything else."""
+
+    def decide(problem: Problem, hw: HardwareProfile) -> Plan:
+        del hw
+        return layout.fitting(problem, between_blocks(problem, tier))
+
+    return decide

@@ -1,0 +1,25 @@
+"""lohan-naive: LoHan's plan with the handler that it starts from: read, update and write strictly one after the other.
+
+LoHan IV-C, mechanisms a2 and B3. One buffer for the optimizer makes the runtime do so: the read of a chunk starts when
+its gradient has arrived and the write of the chunk before has ended. LoHan's unit is a tensor, ours a chunk of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.joint_search import joint_search
+from lohan_fx.plan import Plan
+from lohan_fx.policies.lohan import LOHAN
+from lohan_fx.problem import Problem
+
+
+def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+    plan = joint_search(problem, hw)
+    return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, optimizer_buffers=1))
+
+
+LOHAN_NAIVE = dataclasses.replace(
+    LOHAN, name="lohan-naive", optimizer="CPU, in the backward, without overlap of its own", decide=_decide
+)
