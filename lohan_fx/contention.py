@@ -3,7 +3,8 @@
 - The drives are simplex: the jobs on them share their time equally. While some read and others write, everything on
   them is slowed to the measured mixed rate, where that is below what taking turns gives.
 - Where the compute device is the CPU, every thread that wants to run gets the same share of a core: compute has as
-  many threads as there are cores, each busy lane one. A thread on a drive sleeps (O_DIRECT).
+  many threads as there are cores, each busy lane one. A thread on a drive sleeps most of the time (O_DIRECT); what it
+  needs for its requests it gets at once.
 - Memory bandwidth is shared max-min fairly: who asks for less than a fair share gets what it asks for.
 
 On CUDA compute has memory and cores of its own; the lanes share the host's memory.
@@ -46,9 +47,10 @@ class Contention:
         share = 1.0
         if drives:
             share = (self.mixed if len(set(drives)) > 1 else 1.0) / len(drives)
-        threads = sum(job.cores for job in jobs)
-        core_share = min(1.0, self.cores / threads) if threads else 1.0
-        speeds = [(share if job.drive else 1.0) * (core_share if job.cores else 1.0) for job in jobs]
+        driving = share * sum(job.cores for job in jobs if job.drive)
+        threads = sum(job.cores for job in jobs if not job.drive)
+        core_share = min(1.0, max(self.cores - driving, 0.5) / threads) if threads else 1.0
+        speeds = [share if job.drive else core_share if job.cores else 1.0 for job in jobs]
         asked = [speed * job.memory_bytes_per_s for speed, job in zip(speeds, jobs, strict=True)]
         if sum(asked) <= self.memory_bytes_per_s:
             return speeds

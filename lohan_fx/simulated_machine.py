@@ -17,12 +17,18 @@ from lohan_fx.cost import ADAM_TOUCHED_BYTES
 from lohan_fx.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
-from lohan_fx.plan import ParameterPlan, Plan
+from lohan_fx.plan import ParameterPlan, Plan, Tier
 from lohan_fx.runtime.engine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 
-TRANSFERS = 12_000
+ADAM_BYTES = 28
+"""Memory traffic of one parameter's fp32 Adam: gradient read; parameter and two moments read and written."""
+UNFUSED_ADAM = 2.6
+"""How much slower torch's unfused Adam is than the fused one that a profile's rate is of (measured, one thread)."""
+DRIVE_CORE_S_PER_BYTE = 0.12e-9
+"""Processor time of direct I/O (measured with requests of 2 MiB)."""
+TRANSFERS = 40_000
 """Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
 _MOST_PIECES = (1 << 40, 256, 64, 32, 16, 8, 4)
 
@@ -39,7 +45,7 @@ class MemoryPoint:
 class SimulatedMachine:
     """What all parts of the simulated runtime share; ``runtime/machine.py``'s counterpart."""
 
-    def __init__(self, plan: Plan, hw: HardwareProfile) -> None:
+    def __init__(self, plan: Plan, hw: HardwareProfile, *, fused_adam: bool) -> None:
         self.plan, self.hw = plan, hw
         self.parameters = {p.name: p for p in plan.parameters}
         self.clock = Clock(Contention.of(hw).speeds)
@@ -53,6 +59,7 @@ class SimulatedMachine:
         self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
         self.memory = SimulatedMemory(self)
         self._most_pieces = _bound_on_pieces(plan)
+        self._adam_slowdown = 1.0 if fused_adam else UNFUSED_ADAM
 
     # --- how transfers are cut --------------------------------------------------------------------------------
 
@@ -79,11 +86,15 @@ class SimulatedMachine:
 
     def reading(self, extent: str, nbytes: int) -> Job:
         rate = self._of_drives(self.hw.ssd_read_bytes_per_s, extent)
-        return Job("ssd", f"read {extent}", nbytes / rate, nbytes, drive="read", memory_bytes_per_s=rate)
+        return self._request(f"read {extent}", "read", nbytes, rate)
 
     def writing(self, extent: str, nbytes: int) -> Job:
         rate = self._of_drives(self.hw.ssd_write_bytes_per_s, extent)
-        return Job("ssd", f"write {extent}", nbytes / rate, nbytes, drive="write", memory_bytes_per_s=rate)
+        return self._request(f"write {extent}", "write", nbytes, rate)
+
+    def _request(self, label: str, drive: str, nbytes: int, rate: float) -> Job:
+        cores = DRIVE_CORE_S_PER_BYTE * rate if self.on_cpu else 0.0
+        return Job("ssd", label, nbytes / rate, nbytes, drive=drive, cores=cores, memory_bytes_per_s=rate)
 
     def _of_drives(self, rate: float, extent: str) -> float:
         if not rate:
@@ -93,18 +104,35 @@ class SimulatedMachine:
             )
         return rate
 
-    def updating(self, name: str, elements: int, *, all_cores: bool = False) -> Job:
-        """Adam of ``elements``; on a CPU by one thread, unless it has the compute threads to itself."""
-        hw = self.hw
-        rate = min(hw.adam_parameters_per_s, hw.host_memory_bytes_per_s / ADAM_TOUCHED_BYTES)
-        cores = float(hw.cpu_cores if all_cores else 1) if self.on_cpu else 0.0
+    def updating(
+        self, parameter: ParameterPlan, elements: int, *, sums: bool, applies: bool, here: bool = False
+    ) -> Job:
+        """The arithmetic of one chunk (``chunk_update.compute``): summing what arrived, Adam, the compute-dtype copy.
+
+        The lane's thread does it, or compute (``here``): with all cores on a CPU, and in its own memory on a GPU.
+        """
+        hw, each = self.hw, parameter.bytes // parameter.numel
+        moved = (each + 4) * elements if sums else 0
+        seconds = moved / hw.host_memory_bytes_per_s
+        if here and not self.on_cpu:
+            moved += ADAM_TOUCHED_BYTES * elements if applies else 0
+            return Job(COMPUTE_LANE, "", moved / hw.memory_bytes_per_s, recorded=False)
+        if applies:
+            adam_s = elements * self._adam_slowdown / hw.adam_parameters_per_s
+            seconds += max(adam_s, ADAM_BYTES * elements / hw.host_memory_bytes_per_s)
+            moved += ADAM_BYTES * elements
+            if each != 4:
+                seconds += (4 + each) * elements / hw.host_memory_bytes_per_s
+                moved += (4 + each) * elements
+            if not self.on_cpu and parameter.home is Tier.DEVICE:
+                seconds += each * elements / hw.h2d_bytes_per_s
         return Job(
             "cpu",
-            f"update of {name}",
-            elements / rate,
+            f"update of {parameter.name}",
+            seconds,
             4 * elements,
-            cores=cores,
-            memory_bytes_per_s=ADAM_TOUCHED_BYTES * rate,
+            cores=float(hw.cpu_cores if here else 1) if self.on_cpu else 0.0,
+            memory_bytes_per_s=moved / seconds if seconds else 0.0,
         )
 
 

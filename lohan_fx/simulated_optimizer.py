@@ -1,7 +1,7 @@
 """simulated_optimizer: the way of a gradient in the simulated runtime; mirrors ``runtime/out_of_core_optimizer.py``.
 
 The order of acquiring, reading, updating and writing is that file's, method for method, because what overlaps what is
-decided there. Parameters that the plan updates ``AFTER_BACKWARD`` are held until ``apply_held``.
+decided there. Gradients that the plan gives a home are held there until ``step``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lohan_fx.event_clock import Countdown, Job, Signal, Thread
-from lohan_fx.plan import OptimizerTiming, ParameterPlan, Tier
+from lohan_fx.plan import ParameterPlan, Tier
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
 from lohan_fx.simulated_machine import SimulatedMachine
 
@@ -31,33 +31,37 @@ class _Chunk:
     reads: list[Signal] = field(default_factory=list)
 
 
+def applied_late(parameter: ParameterPlan) -> bool:
+    """Whether the update waits for the end of the backward (``states.applied_late``)."""
+    return parameter.gradient_home is not None
+
+
 class SimulatedOptimizer:
     """Applies, or holds and then applies, the gradients of one step."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
-        plan = machine.plan
         self._machine = machine
         self._window_used = self._unfinished = 0
         self._changed = machine.clock.signal()
         self._arrived: deque[_Chunk] = deque()
         self._reading: deque[_Chunk] = deque()
-        self._held: dict[str, Tier] = {}
-        peak = plan.prediction.peak_bytes["host"] if plan.prediction else plan.host_memory_bytes
-        self._hold_bytes = max(0, plan.host_memory_bytes - peak)
+        self._held: list[ParameterPlan] = []
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
     def offer(self, parameter: ParameterPlan, held_bytes: int) -> Thread:
         """The gradient is handed over; ``held_bytes`` of device memory go once it has left."""
         machine, nbytes = self._machine, parameter.bytes
-        updates = parameter.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD
-        if not updates:
-            self._make_room(parameter)
-        chunks = [_Chunk(parameter, elements, updates) for elements in machine.chunks(parameter)]
-        if self._in_memory(parameter, updates) and chunks:
-            yield from machine.compute.run(machine.updating(parameter.name, parameter.numel, all_cores=True))
+        late = applied_late(parameter)
+        chunks = [_Chunk(parameter, elements, updates=not late) for elements in machine.chunks(parameter)]
+        if self._in_memory(parameter, holds=late) and chunks:
+            yield from self._compute_here(chunks)
             machine.memory.change(graph=-held_bytes)
+            if late:
+                self._held.append(parameter)
             return
+        if late:
+            self._held.append(parameter)
         while self._window_used and self._window_used + nbytes > machine.plan.windows.gradient_bytes:
             machine.compute.waiting_for = f"gradient window for {parameter.name}"
             yield self._changed
@@ -75,36 +79,42 @@ class SimulatedOptimizer:
         for chunk in chunks:
             machine.d2h.submit(self._leave(chunk, after, left))
 
-    def _in_memory(self, parameter: ParameterPlan, updates: bool) -> bool:
-        if not self._machine.on_cpu:
-            return False
-        if not updates:
-            return self._held[parameter.name] is Tier.HOST
-        return parameter.home is not Tier.NVME and parameter.states_home is Tier.HOST
+    def _in_memory(self, parameter: ParameterPlan, *, holds: bool) -> bool:
+        """Whether nothing has to move: all that the arithmetic touches is in the device's memory."""
+        near = (Tier.DEVICE, Tier.HOST) if self._machine.on_cpu else (Tier.DEVICE,)
+        if holds:
+            return parameter.gradient_home in near
+        at_home = parameter.home in near and parameter.states_home in near
+        return at_home and (parameter.gradient_home is None or parameter.gradient_home in near)
 
-    def _make_room(self, parameter: ParameterPlan) -> None:
-        """``states.make_room_to_hold``: in host memory while that lasts, else in the store."""
-        nbytes = HELD_BYTES * parameter.numel
-        fits = nbytes <= self._hold_bytes
-        self._held[parameter.name] = Tier.HOST if fits else Tier.NVME
-        if fits:
-            self._hold_bytes -= nbytes
-            self._machine.memory.change(swapped=nbytes)
+    def _compute_here(self, chunks: list[_Chunk]) -> Thread:
+        """On the compute thread, which waits for a buffer where the lane has them all."""
+        machine = self._machine
+        for chunk in chunks:
+            machine.compute.waiting_for = f"an optimizer buffer for {chunk.parameter.name}"
+            yield from machine.pool["optimizer"].acquire()
+            yield from machine.compute.run(self._arithmetic(chunk, here=True))
+            machine.pool["optimizer"].release()
+
+    def _arithmetic(self, chunk: _Chunk, *, here: bool = False) -> Job:
+        return self._machine.updating(
+            chunk.parameter, chunk.elements, sums=chunk.has_gradient, applies=chunk.updates, here=here
+        )
 
     def step(self) -> Thread:
         """``engine.step``: the barrier, what is held, and the barrier again."""
         yield from self._barrier()
-        held = [p for p in self._machine.plan.parameters if p.name in self._held]
+        order = {name: place for place, name in enumerate(self._machine.parameters)}
+        held, self._held = sorted(self._held, key=lambda p: order[p.name]), []
         for parameter in held:
             chunks = [_Chunk(parameter, n, True, has_gradient=False) for n in self._machine.chunks(parameter)]
+            if self._in_memory(parameter, holds=False):
+                yield from self._compute_here(chunks)
+                continue
             self._unfinished += len(chunks)
             for chunk in chunks:
                 self._arrive(chunk)
         yield from self._barrier()
-        for parameter in held:
-            if self._held.pop(parameter.name) is Tier.HOST:
-                self._hold_bytes += HELD_BYTES * parameter.numel
-                self._machine.memory.change(swapped=-HELD_BYTES * parameter.numel)
 
     def _barrier(self) -> Thread:
         while self._unfinished:
@@ -142,7 +152,7 @@ class SimulatedOptimizer:
             yield from machine.pool["optimizer"].acquire()
             self._read(chunk)
         yield from chunk.reads
-        yield machine.updating(chunk.parameter.name, chunk.elements)
+        yield self._arithmetic(chunk)
         if chunk.has_gradient:
             machine.pool["gradients"].release()
         writes = self._writes(chunk)
@@ -182,7 +192,7 @@ class SimulatedOptimizer:
         found: list[tuple[str, int]] = []
         if chunk.updates and chunk.parameter.states_home is Tier.NVME:
             found += [(f"{name}:master", 4 * elements), (f"{name}:moments", 8 * elements)]
-        if not chunk.has_gradient and self._held[name] is Tier.NVME:
+        if not chunk.has_gradient and chunk.parameter.gradient_home is Tier.NVME:
             found.append((f"{name}:gradient", HELD_BYTES * elements))
         return found
 
@@ -190,7 +200,7 @@ class SimulatedOptimizer:
         parameter, elements = chunk.parameter, chunk.elements
         name = parameter.name
         if not chunk.updates:
-            return [(f"{name}:gradient", HELD_BYTES * elements)] if self._held[name] is Tier.NVME else []
+            return [(f"{name}:gradient", HELD_BYTES * elements)] if parameter.gradient_home is Tier.NVME else []
         away = parameter.states_home is Tier.NVME
         found: list[tuple[str, int]] = []
         if away:

@@ -21,6 +21,7 @@ from torch import nn
 
 from lohan_fx import cost
 from lohan_fx.compile import compiled
+from lohan_fx.compiled_model import CompiledModel
 from lohan_fx.event_clock import Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
@@ -91,17 +92,20 @@ def simulate(
     hw: HardwareProfile | None = None,
     *,
     node_seconds: NodeSeconds | None = None,
+    fused_adam: bool | None = None,
 ) -> Simulation:
     """Simulate a training step of a compiled ``model`` by its last graphs, plan and profile; or of ``Halves`` by
     ``plan`` on ``hw``. Of inference graphs, which have no backward, the forward.
 
     ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, from the profile's rates.
+    ``fused_adam``: whether the optimizer is torch's fused one, as the profile's rate is; None: as the model's optimizer
+    is, or fused.
     Raises ``ValueError`` where there is nothing to simulate yet, or where ``plan`` or ``hw`` is missing.
     """
     if isinstance(model, Halves):
         if plan is None or hw is None:
             raise ValueError("simulate(halves) needs the plan and the hardware profile too: simulate(halves, plan, hw)")
-        halves = model
+        halves, fused = model, True
     else:
         found = compiled(model)
         if not found.plans:
@@ -109,7 +113,9 @@ def simulate(
         halves = found.halves[-1]
         plan = found.plans[-1] if plan is None else plan
         hw = found.request().hw if hw is None else hw
-    return _simulate(step_program(halves, plan, node_seconds or by_rates(plan, hw)), plan, hw)
+        fused = _is_fused(found)
+    program = step_program(halves, plan, node_seconds or by_rates(plan, hw))
+    return simulate_program(program, plan, hw, fused_adam=fused if fused_adam is None else fused_adam)
 
 
 def by_rates(plan: Plan, hw: HardwareProfile) -> NodeSeconds:
@@ -122,8 +128,17 @@ def by_rates(plan: Plan, hw: HardwareProfile) -> NodeSeconds:
     return seconds
 
 
-def _simulate(program: StepProgram, plan: Plan, hw: HardwareProfile) -> Simulation:
-    machine = SimulatedMachine(plan, hw)
+def _is_fused(found: CompiledModel) -> bool:
+    """Whether the model's optimizer is fused; without one it counts as such."""
+    options = found.engine.options
+    trained = [slot for slot, parameter in found.engine.slots.items() if parameter.trainable]
+    used = [options(slot) for slot in trained] if options is not None else []
+    return all(one.fused for one in used if one is not None)
+
+
+def simulate_program(program: StepProgram, plan: Plan, hw: HardwareProfile, *, fused_adam: bool = True) -> Simulation:
+    """Simulate a step whose instructions are known already."""
+    machine = SimulatedMachine(plan, hw, fused_adam=fused_adam)
     step = _Step(machine, program)
     machine.clock.start(step.run())
     machine.clock.run()
@@ -149,6 +164,9 @@ class _Step:
         if program.backward:
             yield from self._stage("backward", program.backward, program.backward_base_bytes)
             yield from self._optimizer.step()
+        done = self._machine.compute.mark()
+        if done is not None:
+            yield done
         memory.change()
         self.ended_s = self._machine.clock.now_s
 
