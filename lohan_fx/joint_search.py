@@ -1,196 +1,216 @@
-"""joint_search: LoHan's search, over the divisions of the memory that the promise leaves.
+"""joint_search: LoHan's search and the exact optimum, over everything that shares the promised memory.
 
-The memory is divided between activations, parameters and optimizer states by trying the divisions and taking the one
-whose step is predicted fastest; for each, LoHan's corrected Algorithm 1 says which activations are saved.
+What shares it: kept and swapped activations, parameters, optimizer states. A relaxed solution, with fractions allowed,
+divides the memory so that the last byte of every use saves the same seconds; under that division LoHan's corrected
+Algorithm 1 says which activations are saved. Integer programming then looks for something better, as long as the model
+has few enough whole numbers, and says how far anything can still be from the best.
+
+``problem.device_peak`` rewrites all graphs, so it is asked rarely: once for the plan that needs least, and once for
+each plan that might be the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection
+import math
 from dataclasses import dataclass
 
 from lohan_fx import cost
-from lohan_fx import problem as problems
+from lohan_fx.division import division_of
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check, host_bytes, missing, resident_bytes
-from lohan_fx.passes.activation_graph import closure
-from lohan_fx.passes.search import search, useful
-from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.joint_model import JointModel, joint_model, parameters_of, placed_in_order, plan_of, plans_of
+from lohan_fx.memory_model import check, missing, resident_bytes
+from lohan_fx.passes.decision_model import Adds, Quantity, Solution
+from lohan_fx.passes.optimum import optimum, relaxed
+from lohan_fx.passes.search import Choice, search, useful
+from lohan_fx.plan import Keep, Plan, Swap, Tier
 from lohan_fx.plan_builder import build_plan, default_homes, saving
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, STATE_BYTES, Problem
+from lohan_fx.prefetch import with_prefetch
+from lohan_fx.problem import Problem
+from lohan_fx.step_time import quantities_of_plan, step_seconds, work_of
 
-QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-ATTEMPTS = 8
-"""How often a division that turns out not to fit is made again with less room."""
+ATTEMPTS = 4
+"""How often decisions are made again because the graphs turned out to need more, or less, memory."""
+WORTH_ASKING = 0.002
+"""Share of a step that memory found free must promise to save before the graphs are rewritten once more."""
+MOST_INTEGERS = 3000
+OPTIMUM_S = 10.0
+"""Most whole numbers and seconds for the exact optimum; beyond them the search's plan has to do."""
+VISIBLE = 0.001
+"""Share of a step below which a difference between plans is not worth a note."""
+LIMITED = {Tier.DEVICE.value: Quantity.DEVICE, Tier.HOST.value: Quantity.HOST}
+NOT_CONVEX = 0.01
+"""Share of the time by which T_iter(A) must leave its convex hull to be worth a note: less is the grain of tensors."""
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Bytes that a division gives to each use: to kept activations in all, to the others above the minimum."""
+class Found:
+    """A plan and what is known of it by formula. ``walk_s``: the best by Algorithm 1; ``per_byte_s``: by limit."""
 
-    keep: int
-    swap_host: int
-    parameters: int
-    states: int
+    plan: Plan
+    seconds: float
+    walk_s: float
+    bound_s: float
+    per_byte_s: Adds
+    graph_bytes: int
 
 
 def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
-    """The plan of the fastest division. Raises ``InfeasiblePlan`` where the budgets are too small for any."""
+    """The fastest plan found. Raises ``InfeasiblePlan`` where the budgets are too small for any."""
     decisions = saving(problem, useful(problem.activations), Keep())
     everything = build_plan(problem, decisions, default_homes(problem, Tier.DEVICE), Tier.HOST)
-    if not missing(problem, everything, problem.device_peak(everything)):
-        return everything
-    least = _least(problem)
-    rooms = [(_kept_bytes(plan), *_room(problem, plan, peak)) for plan, peak in least]
-    device_slack = host_slack = 0
+    # What is kept is there at once at the end of the forward: often enough to see that it does not fit.
+    if not missing(problem, everything, _kept_bytes(everything)):
+        peak = problem.device_peak(everything)
+        if not missing(problem, everything, peak):
+            seconds = step_seconds(problem, hw, everything)
+            return _finished(problem, hw, Found(everything, seconds, seconds, seconds, {}, peak), peak)
+    least, least_peak = _least(problem)
+    best: tuple[Found, int] | None = None
+    graph_bytes = least_peak - _kept_bytes(least)
     for _ in range(ATTEMPTS):
-        found = [
-            _divide(problem, hw, division)
-            for kept, device, host in rooms
-            for division in _divisions(problem, kept, max(device - device_slack, 0), max(host - host_slack, 0))
-        ]
-        plan = min(found, key=lambda pair: pair[0])[1]
-        excess = missing(problem, plan, problem.device_peak(plan))
-        if not excess:
-            return plan
-        device_slack += max(excess.values()) if problem.budgets.shared else excess.get("device", 0)
-        host_slack += excess.get("host", 0)
-    return least[0][0]
+        found = decide(problem, hw, graph_bytes)
+        if found is None or (best is not None and found.seconds >= best[0].seconds):
+            break
+        peak = problem.device_peak(found.plan)
+        needed = peak - _kept_bytes(found.plan)
+        if missing(problem, found.plan, peak):
+            if best is not None:
+                break
+            graph_bytes = max(needed, graph_bytes + 1)
+            continue
+        best = found, peak
+        if _worth_s(problem, found) * (graph_bytes - needed) < WORTH_ASKING * found.seconds:
+            break
+        graph_bytes = needed
+    if best is None:
+        _needs_drives(problem, hw, least)
+        seconds = step_seconds(problem, hw, least)
+        best = Found(least, seconds, seconds, 0.0, {}, least_peak), least_peak
+    return _finished(problem, hw, *best)
 
 
-def _least(problem: Problem) -> list[tuple[Plan, int]]:
-    """The plans that need the least memory, and their peaks on the device: what must be saved is kept in one and swapped
-    to NVMe in the other; without the one that does not fit."""
-    found: list[tuple[Plan, int]] = []
-    for decision in (Keep(), Swap(Tier.NVME)):
-        decisions = saving(problem, problem.activations.mandatory, decision)
-        plan = build_plan(problem, decisions, default_homes(problem, Tier.NVME), Tier.NVME)
-        found.append((plan, problem.device_peak(plan)))
-    check(problem, *min(found, key=lambda pair: pair[1]))
-    return [(plan, peak) for plan, peak in found if not missing(problem, plan, peak)]
+def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | None:
+    """The fastest plan found where the graphs need ``graph_bytes`` beside kept activations; None where none fits."""
+    joint = joint_model(problem, hw, graph_bytes)
+    loose = relaxed(joint.model)
+    if loose is None:
+        return None
+    walked, choice = _walk(joint, loose, hw)
+    exact = optimum(joint.model, time_limit_s=OPTIMUM_S) if joint.model.integers <= MOST_INTEGERS else None
+    candidates = [plan for plan in walked if _fits(joint, plan)]
+    walk_s = min((step_seconds(problem, hw, plan) for plan in candidates), default=math.inf)
+    if exact is not None:
+        candidates += [plan for plan in plans_of(joint, exact) if _fits(joint, plan)]
+    if not candidates:
+        return None
+    # The first of equals: the walk's plan before the optimum's, places in order before places by size.
+    priced = [(step_seconds(problem, hw, plan), plan) for plan in candidates]
+    seconds, plan = min(priced, key=lambda pair: pair[0])
+    bound_s = min(seconds, max(loose.bound_s, exact.bound_s if exact is not None else 0.0))
+    plan = dataclasses.replace(plan, notes=_notes(choice, seconds, walk_s, bound_s))
+    return Found(plan, seconds, walk_s, bound_s, loose.per_byte_s, graph_bytes)
+
+
+def _walk(joint: JointModel, loose: Solution, hw: HardwareProfile) -> tuple[list[Plan], Choice]:
+    """Plans by Algorithm 1 where parameters and states have what ``loose`` gives them, and activations the rest."""
+    problem = joint.problem
+    plans = []
+    for treated in parameters_of(joint, loose):
+        bare = plan_of(joint, {}, treated)
+        keep, host = _room(joint, bare)
+        fixed = quantities_of_plan(problem, bare)
+
+        def step_s(
+            saved_bytes: int, recompute_s: float, keep: int = keep, host: int = host, fixed: Adds = fixed
+        ) -> float:
+            swapped = max(0, saved_bytes - keep)
+            total = {
+                **fixed,
+                Quantity.RECOMPUTE_S: recompute_s,
+                Quantity.SWAPPED: swapped,
+                Quantity.SWAPPED_NVME: max(0, swapped - host),
+            }
+            return cost.step_seconds(work_of(problem, total), hw)
+
+        choice = search(problem.activations, step_s)
+        plans.append(plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated))
+    return plans, choice
+
+
+def _worth_s(problem: Problem, found: Found) -> float:
+    """Seconds that a byte saves which the graphs turn out not to need."""
+    host = found.per_byte_s.get(Quantity.HOST, 0.0) if problem.budgets.shared else 0.0
+    return found.per_byte_s.get(Quantity.DEVICE, 0.0) + host
+
+
+def _room(joint: JointModel, bare: Plan) -> tuple[int, int]:
+    """Bytes of the limits that ``bare`` leaves to activations: to keep, and to swap to host."""
+    device, host = resident_bytes(bare)
+    limits = {quantity: int(limit) for quantity, limit in joint.model.limits.items()}
+    keep = limits[Quantity.DEVICE] - device
+    if joint.problem.budgets.shared:
+        return max(0, min(keep, limits[Quantity.HOST] - host - device)), 0
+    return max(0, keep), max(0, limits[Quantity.HOST] - host)
+
+
+def _fits(joint: JointModel, plan: Plan) -> bool:
+    """Whether ``plan`` keeps the model's limits."""
+    budgets = joint.problem.budgets
+    graph_bytes = budgets.device_memory_bytes - int(joint.model.limits[Quantity.DEVICE])
+    return not missing(joint.problem, plan, graph_bytes + _kept_bytes(plan))
+
+
+def _notes(choice: Choice, seconds: float, walk_s: float, bound_s: float) -> tuple[str, ...]:
+    notes = []
+    if choice.bend > NOT_CONVEX:
+        notes.append(
+            f"the step's time is not convex in the bytes saved (up to {choice.bend:.1%} above its hull): the search "
+            + ("went on where Algorithm 1 would have stopped" if choice.went_on else "looked past the first rise")
+        )
+    if walk_s > seconds * (1 + VISIBLE):
+        by = f"{walk_s / seconds - 1:.1%} slower" if walk_s < math.inf else "too large"
+        notes.append(f"integer programming decided: the plan of Algorithm 1 would be {by}")
+    if seconds > bound_s * (1 + VISIBLE):
+        notes.append(f"a better plan could exist: at best {1 - bound_s / seconds:.1%} faster")
+    return tuple(notes)
 
 
 def _kept_bytes(plan: Plan) -> int:
     return sum(a.bytes for a in plan.activations if isinstance(a.decision, Keep))
 
 
-def _room(problem: Problem, least: Plan, peak: int) -> tuple[int, int]:
-    """(device, host) bytes that are left above a least plan; on a CPU all of it is counted as device."""
-    budgets = problem.budgets
-    device = budgets.device_memory_bytes - peak - resident_bytes(least)[0]
-    host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
-    return (min(device, host - peak - resident_bytes(least)[0]), 0) if budgets.shared else (device, host)
+def _least(problem: Problem) -> tuple[Plan, int]:
+    """A plan that needs the least memory, and its peak on the device: what must be saved is swapped to NVMe or, where
+    that does not fit, kept (in small models what is in flight can take more than what is kept)."""
+    found: list[tuple[Plan, int]] = []
+    for decision in (Swap(Tier.NVME), Keep()):
+        decisions = saving(problem, problem.activations.mandatory, decision)
+        plan = build_plan(problem, decisions, default_homes(problem, Tier.NVME), Tier.NVME)
+        found.append((plan, problem.device_peak(plan)))
+        if not missing(problem, *found[-1]):
+            return found[-1]
+    check(problem, *min(found, key=lambda pair: pair[1]))
+    raise AssertionError("check raises where nothing fits")
 
 
-def _divisions(problem: Problem, kept: int, device: int, host: int) -> list[_Room]:
-    """The ways to divide ``device`` and ``host`` bytes, where ``kept`` bytes of activations stay anyway."""
-    if problem.budgets.shared:
-        shares = [(p, s) for p, s in itertools.product(QUARTERS, QUARTERS) if p + s <= 1]
-        return [_Room(kept + int(device * (1 - p - s)), 0, int(device * p), int(device * s)) for p, s in shares]
-    return [
-        _Room(kept + int(device * (1 - p)), int(host * (1 - s)), int(device * p), int(host * s))
-        for p, s in itertools.product(QUARTERS, QUARTERS)
-    ]
-
-
-def _divide(problem: Problem, hw: HardwareProfile, room: _Room) -> tuple[tuple[float, int], Plan]:
-    """The best plan under one division, with (seconds, resident bytes) to compare it by."""
-    homes = default_homes(problem, Tier.NVME)
-    large = [p for p in problem.parameters if homes[p.name] is Tier.NVME]
-    homes.update(dict.fromkeys(_fill(room.parameters, {p.name: p.bytes for p in large}), Tier.DEVICE))
-    resident = {p.name for p in problem.parameters if p.numel <= problems.SMALL_PARAMETER_ELEMENTS}
-    resident.update(_fill(room.states, {p.name: STATE_BYTES * p.numel for p in large if p.trainable}))
-
-    fixed_work = _work(problem, homes, resident)
-
-    def step_s(saved_bytes: int, recompute_s: float) -> float:
-        swapped = max(0, saved_bytes - room.keep)
-        work = dataclasses.replace(
-            fixed_work,
-            recompute_s=recompute_s,
-            swapped_bytes=swapped,
-            swapped_nvme_bytes=max(0, swapped - room.swap_host),
-        )
-        return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
-
-    plans = [
-        build_plan(problem, _place(problem, saved, room), homes, Tier.NVME, resident)
-        for saved in (search(problem.activations, step_s).saved, problem.activations.mandatory)
-    ]
-    priced = [((_step_s(problem, hw, plan), room.parameters + room.states), plan) for plan in plans]
-    return min(priced, key=lambda pair: pair[0])
-
-
-def _step_s(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
-    """Seconds of a step by ``plan``: the search divides bytes, but whole tensors were placed."""
-    found, decisions = problem.activations, {a.node: a.decision for a in plan.activations}
-    saved = [name for name, decision in decisions.items() if not isinstance(decision, Recompute)]
-    sizes = {name: found.activations[name].bytes for name in saved}
-    work = dataclasses.replace(
-        _work(problem, {p.name: p.home for p in plan.parameters}, _states_in_memory(plan)),
-        recompute_s=sum(found.seconds[name] for name in closure(found, set(saved))),
-        swapped_bytes=sum(nbytes for name, nbytes in sizes.items() if isinstance(decisions[name], Swap)),
-        swapped_nvme_bytes=sum(nbytes for name, nbytes in sizes.items() if decisions[name] == Swap(Tier.NVME)),
+def _needs_drives(problem: Problem, hw: HardwareProfile, least: Plan) -> None:
+    if hw.nvme:
+        return
+    raise InfeasiblePlan(
+        f"policy {problem.policy!r} does not fit: the hardware profile {hw.name!r} has no drive, and what {least.device} "
+        f"and host memory ({problem.budgets.host_memory_bytes:,} bytes) do not hold has nowhere to go; promise more "
+        "memory, or use a profile with a drive"
     )
-    return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
 
 
-def _states_in_memory(plan: Plan) -> set[str]:
-    return {p.name for p in plan.parameters if p.states_home is Tier.HOST}
-
-
-def _fill(room_bytes: int, sizes: dict[str, int]) -> list[str]:
-    """Names that fit, in order. Of the states this keeps the first layers': their gradients come last, when no
-    backward is left to hide their traffic."""
-    chosen, used = [], 0
-    for name, nbytes in sizes.items():
-        if used + nbytes <= room_bytes:
-            chosen.append(name)
-            used += nbytes
-    return chosen
-
-
-def _place(problem: Problem, saved: Collection[str], room: _Room) -> dict[str, Decision]:
-    """Where each saved activation goes: the last produced stay (they are needed back first), the first go to NVMe
-    (they are away longest; mechanisms B4 leaves this open)."""
-    decisions: dict[str, Decision] = {}
-    kept = swapped = 0
-    for name in reversed(useful(problem.activations)):
-        nbytes = problem.activations.activations[name].bytes
-        if name not in saved:
-            decisions[name] = Recompute()
-        elif kept + nbytes <= room.keep or nbytes < SMALL_ACTIVATION_BYTES:
-            decisions[name] = Keep()
-            kept += nbytes
-        elif swapped + nbytes <= room.swap_host:
-            decisions[name] = Swap(Tier.HOST)
-            swapped += nbytes
-        else:
-            decisions[name] = Swap(Tier.NVME)
-    return decisions
-
-
-def _work(problem: Problem, homes: dict[str, Tier], resident: Collection[str]) -> cost.Work:
-    """The step's work before there are rewritten graphs, activations aside: each parameter is fetched once per stage."""
-    fetched = sum(p.bytes for p in problem.parameters if homes[p.name] is not Tier.DEVICE)
-    trained = [p for p in problem.parameters if p.trainable]
-    away = sum(p.numel for p in trained if p.name not in resident)
-    own_copies = (p for p in trained if p.bytes != 4 * p.numel or p.name in resident)
-    copied = sum(p.bytes for p in own_copies if homes[p.name] is Tier.NVME)
-    return cost.Work(
-        forward_s=problem.forward_s,
-        backward_s=problem.backward_s,
-        recompute_s=0.0,
-        fetched_forward_bytes=fetched,
-        fetched_forward_nvme_bytes=fetched,
-        fetched_backward_bytes=fetched,
-        fetched_backward_nvme_bytes=fetched,
-        swapped_bytes=0,
-        swapped_nvme_bytes=0,
-        gradient_bytes=sum(p.bytes for p in trained),
-        state_read_bytes=STATE_BYTES * away,
-        state_write_bytes=STATE_BYTES * away + copied,
-        adam_parameters=sum(p.numel for p in trained),
+def _finished(problem: Problem, hw: HardwareProfile, found: Found, peak: int) -> Plan:
+    division = division_of(problem, hw, found.plan, peak)
+    division = dataclasses.replace(
+        division,
+        per_byte_s={tier: found.per_byte_s.get(quantity, 0.0) for tier, quantity in LIMITED.items()},
+        walk_s=found.walk_s,
+        bound_s=found.bound_s,
     )
+    return with_prefetch(problem, dataclasses.replace(found.plan, division=division), peak)

@@ -1,0 +1,201 @@
+"""joint_model: one decision about everything that shares memory, as numbers for ``passes.optimum`` and back as a plan.
+
+What is decided: for each activation whether it is recomputed, kept, or swapped to host or NVMe; for each parameter
+where its compute-dtype copy lives; for its optimizer states, host or NVMe. Small parameters stay in memory. Everything
+is updated in the backward: a stage of its own after it is never faster by the cost model, and updates at the head of
+the next forward do not run yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from lohan_fx import problem as problems
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import parameter_bytes
+from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing
+from lohan_fx.passes.independent_parts import independent_parts, saved_names
+from lohan_fx.passes.search import read, useful
+from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from lohan_fx.plan_builder import build_plan, layer_of_parameter
+from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
+from lohan_fx.step_time import parameter_adds, stage_lanes
+
+Homes = tuple[Tier, Tier | None]
+"""Where a parameter and its optimizer states live; None for the states of a frozen one."""
+
+
+ROUNDING = 1e-6
+"""By how much HiGHS may miss a whole number."""
+
+
+@dataclass(frozen=True)
+class JointModel:
+    """``model`` and what its options mean: ``decisions[size][option]``; ``names[thing]`` and ``homes[thing][option]``.
+
+    The options of parameters stand in the order in which the first layers get them: those that take most memory first,
+    because the first layers' gradients come last, when no backward is left to hide their traffic.
+    """
+
+    problem: Problem
+    model: Model
+    decisions: tuple[tuple[Decision, ...], ...]
+    names: tuple[tuple[str, ...], ...]
+    homes: tuple[tuple[Homes, ...], ...]
+
+
+def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> JointModel:
+    """The decisions of ``problem`` where the graphs need ``graph_bytes`` of device memory beside kept activations."""
+    found, budgets = problem.activations, problem.budgets
+    parts = independent_parts(found)
+    mandatory = Counter(found.activations[name].bytes for name in found.mandatory)
+    sizes = sorted({nbytes for part in parts for nbytes in part.bytes if nbytes is not None} | set(mandatory))
+    decisions = tuple(_decisions(nbytes, hw, shared=budgets.shared) for nbytes in sizes)
+    alike: dict[tuple[int, int, bool], list[ParameterFacts]] = {}
+    for p in problem.parameters:
+        alike.setdefault((p.numel, p.bytes, p.trainable), []).append(p)
+    homes = tuple(_homes(members[0], hw, shared=budgets.shared) for members in alike.values())
+    host = budgets.host_memory_bytes - budgets.fixed_bytes - (graph_bytes if budgets.shared else 0)
+    return JointModel(
+        problem=problem,
+        model=Model(
+            blocks=parts,
+            sizes=tuple(
+                Size(nbytes, mandatory[nbytes], tuple(_moved(nbytes, d, shared=budgets.shared) for d in options))
+                for nbytes, options in zip(sizes, decisions, strict=True)
+            ),
+            things=tuple(
+                Thing(len(members), tuple(_used(members[0], at, shared=budgets.shared) for at in options))
+                for members, options in zip(alike.values(), homes, strict=True)
+            ),
+            stages=stage_lanes(problem, hw),
+            limits={Quantity.DEVICE: budgets.device_memory_bytes - graph_bytes, Quantity.HOST: host},
+        ),
+        decisions=decisions,
+        names=tuple(tuple(p.name for p in members) for members in alike.values()),
+        homes=homes,
+    )
+
+
+# --- what there is to choose from -----------------------------------------------------------------------------
+
+
+def _decisions(nbytes: int, hw: HardwareProfile, *, shared: bool) -> tuple[Decision, ...]:
+    """What may happen to a saved activation. On a CPU host memory is what it is in already."""
+    if nbytes < SMALL_ACTIVATION_BYTES:
+        return (Keep(),)
+    host: tuple[Decision, ...] = () if shared else (Swap(Tier.HOST),)
+    return Keep(), *host, *((Swap(Tier.NVME),) if hw.nvme else ())
+
+
+def _homes(p: ParameterFacts, hw: HardwareProfile, *, shared: bool) -> tuple[Homes, ...]:
+    if p.numel <= problems.SMALL_PARAMETER_ELEMENTS:
+        return ((Tier.DEVICE, Tier.HOST if p.trainable else None),)
+    nvme = (Tier.NVME,) if hw.nvme else ()
+    homes = (Tier.DEVICE, *(() if shared else (Tier.HOST,)), *nvme)
+    states = (Tier.HOST, *nvme) if p.trainable else (None,)
+    return tuple(itertools.product(homes, states))
+
+
+def _moved(nbytes: int, decision: Decision, *, shared: bool) -> Adds:
+    q = Quantity
+    if isinstance(decision, Keep):
+        return {q.DEVICE: nbytes, q.HOST: nbytes} if shared else {q.DEVICE: nbytes}
+    return {q.SWAPPED: nbytes, q.HOST if decision == Swap(Tier.HOST) else q.SWAPPED_NVME: nbytes}
+
+
+def _used(p: ParameterFacts, at: Homes, *, shared: bool) -> Adds:
+    runs = OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE
+    placed = ParameterPlan(p.name, layer_of_parameter(p.name), p.numel, p.bytes, p.trainable, *at, runs)
+    device, host = parameter_bytes(placed, "cpu" if shared else "cuda")
+    held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
+    return {quantity: added for quantity, added in {**parameter_adds(placed), **held}.items() if added}
+
+
+# --- back to a plan -------------------------------------------------------------------------------------------
+
+
+def plans_of(joint: JointModel, solution: Solution) -> tuple[Plan, ...]:
+    """Plans that decide as ``solution`` does, in whole numbers: with activations placed in the order in which they are
+    needed back, if that fits as many, and size by size."""
+    saved = set(joint.problem.activations.mandatory)
+    for block, counts in zip(joint.model.blocks, solution.saved, strict=True):
+        saved |= saved_names(block, [round(count) for count in counts])
+    saved = read(joint.problem.activations, saved) | joint.problem.activations.mandatory
+    treated = [[round(count) for count in counts] for counts in solution.treated]
+    ordered = placed_in_order(joint.problem, saved, *activation_room(joint, solution))
+    by_size = _placed_by_size(joint, saved, solution)
+    return tuple(plan_of(joint, decisions, treated) for decisions in (ordered, by_size))
+
+
+def parameters_of(joint: JointModel, loose: Solution) -> tuple[list[list[int]], ...]:
+    """Whole numbers of parameters at home in each way: as many as a relaxed solution gives memory to, and none that
+    could be elsewhere, which leaves the memory to activations."""
+    divided = [[math.floor(count + ROUNDING) for count in counts] for counts in loose.treated]
+    least = [[0] * len(counts) for counts in loose.treated]
+    for names, *both in zip(joint.names, divided, least, strict=True):
+        for counts in both:
+            counts[-1] += len(names) - sum(counts)
+    return divided, least
+
+
+def plan_of(joint: JointModel, decisions: dict[str, Decision], treated: Sequence[Sequence[int]]) -> Plan:
+    """The plan of these decisions, with ``treated[thing][option]`` parameters at home in each way."""
+    homes: dict[str, Tier] = {}
+    resident: set[str] = set()
+    for names, options, counts in zip(joint.names, joint.homes, treated, strict=True):
+        spread = itertools.chain.from_iterable(
+            itertools.repeat(at, count) for at, count in zip(options, counts, strict=True)
+        )
+        for name, (home, states_home) in zip(names, spread, strict=True):
+            homes[name] = home
+            if states_home is Tier.HOST:
+                resident.add(name)
+    return build_plan(joint.problem, decisions, homes, Tier.NVME, resident)
+
+
+def activation_room(joint: JointModel, solution: Solution) -> tuple[int, int]:
+    """Bytes that ``solution`` gives to activations that are kept, and to those swapped to host."""
+    room = {Keep(): 0.0, Swap(Tier.HOST): 0.0}
+    for size, decisions, counts in zip(joint.model.sizes, joint.decisions, solution.placed, strict=True):
+        for decision, count in zip(decisions, counts, strict=True):
+            if decision in room:
+                room[decision] += size.bytes * count
+    return int(room[Keep()]), int(room[Swap(Tier.HOST)])
+
+
+def placed_in_order(problem: Problem, saved: Collection[str], keep_bytes: int, host_bytes: int) -> dict[str, Decision]:
+    """Where each saved activation goes: the last produced stay (they are needed back first), the first go to NVMe
+    (they are away longest; mechanisms B4 leaves this open)."""
+    decisions: dict[str, Decision] = {}
+    kept = swapped = 0
+    for name in reversed(useful(problem.activations)):
+        nbytes = problem.activations.activations[name].bytes
+        if name not in saved:
+            decisions[name] = Recompute()
+        elif kept + nbytes <= keep_bytes or nbytes < SMALL_ACTIVATION_BYTES:
+            decisions[name] = Keep()
+            kept += nbytes
+        elif swapped + nbytes <= host_bytes:
+            decisions[name] = Swap(Tier.HOST)
+            swapped += nbytes
+        else:
+            decisions[name] = Swap(Tier.NVME)
+    return decisions
+
+
+def _placed_by_size(joint: JointModel, saved: Collection[str], solution: Solution) -> dict[str, Decision]:
+    """The same, but of each size exactly as many to each place as ``solution`` says."""
+    left: dict[int, Iterator[Decision]] = {}
+    for size, decisions, counts in zip(joint.model.sizes, joint.decisions, solution.placed, strict=True):
+        spread = (itertools.repeat(d, round(count)) for d, count in zip(decisions, counts, strict=True))
+        left[size.bytes] = itertools.chain.from_iterable(spread)
+    found = joint.problem.activations
+    return {
+        name: next(left[found.activations[name].bytes]) if name in saved else Recompute()
+        for name in reversed(useful(found))
+    }
