@@ -2,55 +2,58 @@
 
     lohan-fx dump plan.json                                  a plan saved with Plan.to_json
     lohan-fx dump --model train.py:example --host-memory 4GiB    compile, capture and print; nothing is run
+    lohan-fx plan --model gpt3-175b --batch 8 --hw rtx4090-12xP5510    does it fit, how fast, what should I buy
     lohan-fx measure --nvme /mnt/nvme0 --output hw.toml      a hardware profile of this machine
 
-Bad input ends with one line on stderr and exit code 1 (2 where the arguments themselves are wrong).
+Bad input ends with one line on stderr and exit code 1 (2 where the arguments themselves are wrong;
+of `plan` 1, because there 2 says that the model does not fit).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 import lohan_fx
 from lohan_fx.compile import compiled, default_nvme_root
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.model_source import example_of
 from lohan_fx.plan import Plan
+from lohan_fx.plan_command import DESCRIPTION, DTYPES, add_plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.presets import PRESETS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_PRESET = "rtx4090-12xP5510"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    arguments = _parser().parse_args(argv)
+    code: int | None = 0
     try:
-        run: Callable[[argparse.Namespace], None] = arguments.run
-        run(arguments)
+        arguments = _parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], int | None] = arguments.run
+        code = run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has stopped (`| head`); nothing is left to be told, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
         print(f"lohan-fx: {_told(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def _told(error: Exception) -> str:
@@ -59,11 +62,21 @@ def _told(error: Exception) -> str:
     return text if isinstance(error, CaptureError | TorchDynamoException) else text.splitlines()[0]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Exits with 2 where the arguments are wrong; `plan`, where 2 says that the model does not fit, with 1."""
+
+    def error(self, message: str) -> NoReturn:
+        if self.prog.endswith(" plan"):
+            raise ValueError(f"{message}; lohan-fx plan --help shows the arguments")
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lohan-fx", description="Fine-tune models far too big for GPU and RAM.")
+    parser = _Parser(prog="lohan-fx", description="Fine-tune models far too big for GPU and RAM.")
     parser.add_argument("--version", action="version", version=f"lohan-fx {lohan_fx.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_dump(commands.add_parser("dump", help="show a plan, or the graphs of a model", description=_DUMP))
+    add_plan(commands.add_parser("plan", help="does a model fit, how fast, what to buy", description=DESCRIPTION))
     _add_measure(commands.add_parser("measure", help="measure this machine", description=_MEASURE))
     return parser
 
@@ -119,7 +132,7 @@ def _dumped_plan(arguments: argparse.Namespace) -> str:
 
 def _dumped_model(arguments: argparse.Namespace) -> str:
     hw = _profile(arguments.hw)
-    model, inputs = _example(arguments.model)
+    model, inputs = example_of(arguments.model)
     root = default_nvme_root() if arguments.nvme is None else Path(arguments.nvme)
     root.mkdir(parents=True, exist_ok=True)
     # Named like a run's own directory, so that a later run removes it should this one be killed.
@@ -153,50 +166,6 @@ def _profile(name: str) -> HardwareProfile:
         print(f"lohan-fx: no CUDA here: {hw.name} is taken with the CPU as its compute device", file=sys.stderr)
         return dataclasses.replace(hw, device="cpu")
     return hw
-
-
-def _example(spec: str) -> tuple[nn.Module, Mapping[str, object]]:
-    """The model and its inputs, from ``FILE.py:FUNCTION``."""
-    file, colon, function = spec.rpartition(":")
-    if not colon or not file or not function:
-        raise ValueError(f"--model is {spec!r}: expected FILE.py:FUNCTION")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise ValueError(f"--model: there is no file {file}")
-    make = _loaded(path, function)
-    try:
-        found = make()
-    except Exception as error:
-        raise ValueError(f"{spec} failed: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise TypeError(f"{spec} returned {type(found).__name__}: expected a pair (model, inputs as dict)")
-    model, inputs = found
-    if not isinstance(model, nn.Module) or not isinstance(inputs, Mapping):
-        raise TypeError(
-            f"{spec} returned ({type(model).__name__}, {type(inputs).__name__}): expected (torch.nn.Module, dict)"
-        )
-    return model, inputs
-
-
-def _loaded(path: Path, function: str) -> Callable[[], object]:
-    """``function`` of the Python file at ``path``, which may import its neighbours."""
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    if found is None or found.loader is None:
-        raise ValueError(f"--model: {path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
-    # Registered, as an import would: classes of the model are looked up by the name of their module.
-    sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.parent))
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"--model: {path} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent))
-    make: object = getattr(module, function, None)
-    if not callable(make):
-        raise ValueError(f"--model: {path} has no function {function!r}")
-    return make
 
 
 # --- measure --------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def draw(events: Sequence[Event], path: str | Path, *, title: str = "", plan: Pl
     """
     if not events:
         raise ValueError("there are no events to draw: record one step with `with monitor.record() as events:`")
-    figure_module, canvas_module = _matplotlib()
+    figure_module, canvas_module = figure_modules()
     start_s = min(event.start_s for event in events)
     seconds = max(event.end_s for event in events) - start_s
     figure = figure_module.Figure(figsize=(12.0, 7.6), layout="constrained")
@@ -74,7 +74,7 @@ def draw(events: Sequence[Event], path: str | Path, *, title: str = "", plan: Pl
     figure.savefig(path, dpi=110)
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def figure_modules() -> tuple[Any, Any]:
     """matplotlib's figure and Agg modules: without pyplot, so that nothing global changes."""
     try:
         import matplotlib.backends.backend_agg as canvas

@@ -1,0 +1,188 @@
+"""forecast: what training a model on a machine will be like, before there is either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lohan_fx import cost
+from lohan_fx.budgets import UNLIMITED_SHARE, choose_windows, default_host_memory_bytes, make_budgets
+from lohan_fx.cost_models import lohan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta_capture import MetaCapture
+from lohan_fx.pipeline import Request, plan_training, work_of
+from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
+from lohan_fx.policies import named
+from lohan_fx.simulator import Simulation, simulate
+
+YEAR_S = 365 * 86400
+ENDURANCE_WRITES = 5 * 365
+"""Times that a drive can be written in full: once a day for five years, what data-centre drives such as the P5510 are
+rated for. Consumer drives are rated for about a third of it."""
+PRICE_YEARS = 3
+"""Years of uninterrupted use that a machine's price is spread over; power is left out."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has."""
+
+    hw: HardwareProfile
+    policy: str = "lohan"
+    host_memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    compute_dtype: torch.dtype = torch.bfloat16
+    simulated: bool = True
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model with what a step of it counts."""
+
+    name: str
+    capture: MetaCapture
+    samples: int
+    tokens: int
+    unit: str
+
+    @property
+    def parameters(self) -> int:
+        return sum(fact.numel for fact in self.capture.facts)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan that fits, and what follows from it. ``formula``: seconds per stage and lane, with numbers and terms."""
+
+    subject: Subject
+    asked: Asked
+    plan: Plan
+    simulation: Simulation | None
+    formula: str
+
+    @property
+    def prediction(self) -> Prediction:
+        assert self.plan.prediction is not None, "a forecast's plan has its prediction"
+        return self.plan.prediction
+
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.subject.tokens / self.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.subject.samples / self.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of the model's own work: what is recomputed does not count."""
+        return self.prediction.flops / self.step_s
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        found = {"forward": self.prediction.forward, "backward": self.prediction.backward}
+        return found | ({"optimizer": self.prediction.optimizer} if self.prediction.optimizer.lanes_s else {})
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the store allocates: masters, moments and copies of all parameters, and the activations swapped there."""
+        return disk_bytes(self.plan)
+
+    @property
+    def wear_years(self) -> float | None:
+        """Years of uninterrupted training until the drives have been written as often as they are rated for."""
+        if not self.prediction.nvme_write_bytes or not self.asked.hw.nvme:
+            return None
+        endurance_bytes = ENDURANCE_WRITES * sum(drive.capacity_bytes for drive in self.asked.hw.nvme)
+        return endurance_bytes / (self.prediction.nvme_write_bytes / self.step_s) / YEAR_S
+
+    @property
+    def machine_usd(self) -> float | None:
+        prices = self.asked.hw.prices
+        return None if prices is None else prices.server_usd + prices.gpu_usd + prices.ssd_usd * len(self.asked.hw.nvme)
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        if self.machine_usd is None:
+            return None
+        return self.machine_usd / (PRICE_YEARS * YEAR_S) / self.tokens_per_s * 1e6
+
+    @property
+    def lowest_tier(self) -> Tier:
+        """The slowest tier that the plan needs."""
+        return lowest_tier(self.plan)
+
+
+def forecast(subject: Subject, asked: Asked) -> Forecast:
+    """Plan ``subject`` and say what follows.
+
+    Raises ``InfeasiblePlan`` where no plan fits the memory, and ``ValueError`` for an unknown policy, where the plan
+    needs a drive and the profile has none, and where the drives are too small.
+    """
+    named(asked.policy)
+    request = make_request(subject.capture, asked)
+    halves, plan = plan_training(
+        subject.capture.joint,
+        request,
+        num_outputs=subject.capture.num_outputs,
+        parameters=subject.capture.parameters,
+    )
+    _check_drives(plan, asked)
+    simulation = simulate(halves, plan, asked.hw) if asked.simulated else None
+    values = cost.values(work_of(halves, plan, request), asked.hw)
+    return Forecast(subject, asked, plan, simulation, lohan.CORRECTED.formula(values))
+
+
+def make_request(capture: MetaCapture, asked: Asked) -> Request:
+    """What ``compile`` would ask the pipeline for on the machine of ``asked``, wherever this runs."""
+    hw = asked.hw
+    here = hw.is_this_machine()
+    most = default_host_memory_bytes(hw) if here else int(hw.host_memory_bytes * UNLIMITED_SHARE)
+    host = asked.host_memory_bytes or most
+    windows = choose_windows(host, capture.facts)
+    return Request(
+        hw=hw,
+        policy=asked.policy,
+        compute_dtype=str(asked.compute_dtype).removeprefix("torch."),
+        matmul_rate=hw.matmul_rate(asked.compute_dtype),
+        parameters=capture.facts,
+        budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts)),
+        windows=windows,
+        plan=None,
+    )
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Bytes that the store of ``plan`` takes on NVMe, padding aside."""
+    copies = sum(p.bytes for p in plan.parameters if not p.trainable or p.bytes != 4 * p.numel)
+    states = sum(12 * p.numel for p in plan.parameters if p.trainable)
+    return copies + states + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+
+
+def lowest_tier(plan: Plan) -> Tier:
+    used = {p.home for p in plan.parameters} | {p.states_home for p in plan.parameters}
+    used |= {a.decision.tier for a in plan.activations if isinstance(a.decision, Swap)}
+    return Tier.NVME if Tier.NVME in used else Tier.HOST if Tier.HOST in used else Tier.DEVICE
+
+
+def _check_drives(plan: Plan, asked: Asked) -> None:
+    hw = asked.hw
+    if lowest_tier(plan) is not Tier.NVME:
+        return
+    needed, capacity = disk_bytes(plan), sum(drive.capacity_bytes for drive in hw.nvme)
+    if not hw.nvme:
+        raise ValueError(
+            f"policy {plan.policy!r} puts {needed:,} bytes on NVMe, and the hardware profile {hw.name!r} has no drive: "
+            "choose a profile with drives, or a policy that stays in memory, or a smaller model"
+        )
+    if needed > capacity:
+        more = -(-needed // (capacity // len(hw.nvme))) - len(hw.nvme)
+        raise ValueError(
+            f"the model needs {needed:,} bytes of disk, and the {len(hw.nvme)} drives of {hw.name!r} have {capacity:,}: "
+            f"{needed - capacity:,} bytes are missing; {more} more drives like these would hold it, or choose a smaller model"
+        )

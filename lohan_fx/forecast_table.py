@@ -1,0 +1,176 @@
+"""forecast_table: a forecast as text for people and as data for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lohan_fx.forecast import PRICE_YEARS, Forecast
+from lohan_fx.plan import Recompute, Stage, Tier
+from lohan_fx.plan_table import DECISIONS, table
+from lohan_fx.problem import STATE_BYTES
+from lohan_fx.units import format_bytes, format_seconds
+
+_TIERS = {
+    Tier.DEVICE: "fits on the device",
+    Tier.HOST: "fits with host memory, without a drive",
+    Tier.NVME: "fits with NVMe",
+}
+_COUNTS = {"tokens": "tokens/s", "images": "images/s", "samples": "samples/s"}
+
+
+def forecast_text(found: Forecast) -> str:
+    """The whole answer, without a newline at the end."""
+    subject, hw = found.subject, found.asked.hw
+    shape = (
+        f"{subject.samples} x {subject.tokens // subject.samples} tokens" if subject.tokens > subject.samples else ""
+    )
+    lines = [
+        f"{subject.name}: {_billions(subject.parameters)} parameters, {shape or f'{subject.samples} samples'} per step, "
+        f"policy {found.plan.policy}",
+        f"on {hw.name}: {hw.device_name}, {format_bytes(found.plan.host_memory_bytes)} of host memory and "
+        f"{format_bytes(found.plan.device_memory_bytes)} of the device's to use, {len(hw.nvme)} drives",
+        *(f"note: {note}" for note in (*subject.capture.notes, *found.plan.notes)),
+        "",
+        *table(["", ""], [["  " + name, value] for name, value in _answers(found)], left=(0, 1))[1:],
+        "",
+        *_stages(found),
+        "",
+        *_where(found),
+        "",
+        *_assumptions(found),
+    ]
+    return "\n".join(lines)
+
+
+def _answers(found: Forecast) -> list[tuple[str, str]]:
+    prediction, peaks = found.prediction, found.prediction.peak_bytes
+    rows = [("fits", f"yes: {_TIERS[found.lowest_tier]}"), ("step", f"{format_seconds(found.step_s)} by formula")]
+    if found.simulation is not None:
+        simulated_s = found.simulation.step_s
+        rows.append(("", f"{format_seconds(simulated_s)} simulated, {simulated_s / found.step_s - 1:+.1%}"))
+    rows += [
+        ("throughput", _throughput(found)),
+        ("compute", f"{found.flops_per_s / 1e12:,.1f} TFLOPS, {_recomputed(found)}"),
+        *((f"bound in {name}", _binding(stage)) for name, stage in found.stages.items()),
+        ("peak on device", f"{format_bytes(peaks['device'])} of {format_bytes(found.plan.device_memory_bytes)}"),
+        ("peak in host memory", f"{format_bytes(peaks['host'])} of {format_bytes(found.plan.host_memory_bytes)}"),
+    ]
+    capacity = sum(drive.capacity_bytes for drive in found.asked.hw.nvme)
+    disk = f" of {format_bytes(capacity)}" if capacity else ""
+    rows += [
+        ("disk needed", f"{format_bytes(found.disk_bytes)}{disk}"),
+        (
+            "NVMe traffic",
+            f"{format_bytes(prediction.nvme_read_bytes)} read and {format_bytes(prediction.nvme_write_bytes)} written per step",
+        ),
+        ("drive wear", _wear(found)),
+    ]
+    if found.usd_per_million_tokens is not None:
+        rows.append(("cost", f"${found.usd_per_million_tokens:,.3g} per million tokens"))
+    return rows
+
+
+def _throughput(found: Forecast) -> str:
+    subject = found.subject
+    if subject.unit == "images":
+        return f"{found.samples_per_s:,.3g} images/s ({found.tokens_per_s:,.4g} tokens/s)"
+    return f"{found.tokens_per_s:,.4g} {_COUNTS[subject.unit]}"
+
+
+def _recomputed(found: Forecast) -> str:
+    again = found.prediction.recompute_flops / found.prediction.flops if found.prediction.flops else 0.0
+    return f"and {again:.0%} of the work done twice" if again else "nothing done twice"
+
+
+def _binding(stage: Stage) -> str:
+    """Which lane binds, and by how much."""
+    lanes = sorted(stage.lanes_s.items(), key=lambda item: item[1], reverse=True)
+    (first, first_s), (second, second_s) = lanes[0], lanes[1]
+    if not second_s:
+        return f"{first}, alone"
+    return f"{first}: {format_seconds(first_s)}, {first_s / second_s - 1:.0%} more than {second}"
+
+
+def _wear(found: Forecast) -> str:
+    if found.wear_years is None:
+        return "none: nothing is written"
+    return f"{found.wear_years:,.1f} years of uninterrupted training until the rated writes are used up"
+
+
+def _stages(found: Forecast) -> list[str]:
+    lanes = list(dict.fromkeys(lane for stage in found.stages.values() for lane in stage.lanes_s))
+    rows = [
+        [f"  {name}", format_seconds(stage.seconds), *(format_seconds(stage.lanes_s.get(lane, 0.0)) for lane in lanes)]
+        for name, stage in found.stages.items()
+    ]
+    return table(["seconds by lane", "bound", *lanes], rows, left=(0,))
+
+
+def _where(found: Forecast) -> list[str]:
+    plan = found.plan
+    homes = [("device", Tier.DEVICE), ("host", Tier.HOST), ("NVMe", Tier.NVME)]
+    trained = [p for p in plan.parameters if p.trainable]
+    parameters = {text: sum(p.bytes for p in plan.parameters if p.home is tier) for text, tier in homes}
+    states = {text: sum(STATE_BYTES * p.numel for p in trained if p.states_home is tier) for text, tier in homes}
+    activations = {
+        "device" if name == "kept" else name.replace("swap host", "host").replace("swap nvme", "NVMe"): sum(
+            a.bytes for a in plan.activations if a.decision == decision
+        )
+        for name, decision in DECISIONS
+        if not isinstance(decision, Recompute)
+    }
+    again = sum(a.bytes for a in plan.activations if isinstance(a.decision, Recompute))
+    rows = []
+    for name, sizes, extra in (
+        ("parameters", parameters, 0),
+        ("optimizer states", states, 0),
+        ("activations", activations, again),
+    ):
+        cells = [format_bytes(sizes[text]) if sizes[text] else "-" for text, _ in homes]
+        rows.append([f"  {name}", *cells, format_bytes(extra) if extra else "-"])
+    return table(["what is where", *(text for text, _ in homes), "recomputed"], rows, left=(0,))
+
+
+def _assumptions(found: Forecast) -> list[str]:
+    lines = ["assumed: drives are rated for one full write a day for five years (data-centre drives; others a third)"]
+    if found.machine_usd is not None:
+        lines.append(
+            f"assumed: ${found.machine_usd:,.0f} for the machine, spread over {PRICE_YEARS} years of use; power is left out"
+        )
+    return lines
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:,.4g}e9" if count >= 1e8 else f"{count:,}"
+
+
+def forecast_data(found: Forecast) -> dict[str, Any]:
+    """The same as JSON-ready data in SI units."""
+    prediction, simulation = found.prediction, found.simulation
+    return {
+        "fits": True,
+        "model": found.subject.name,
+        "policy": found.plan.policy,
+        "hardware": found.asked.hw.name,
+        "parameters": found.subject.parameters,
+        "samples": found.subject.samples,
+        "tokens": found.subject.tokens,
+        "lowest_tier": found.lowest_tier.value,
+        "step_s": found.step_s,
+        "simulated_step_s": None if simulation is None else simulation.step_s,
+        "tokens_per_s": found.tokens_per_s,
+        "samples_per_s": found.samples_per_s,
+        "flops_per_s": found.flops_per_s,
+        "flops": prediction.flops,
+        "recompute_flops": prediction.recompute_flops,
+        "lanes_s": {name: dict(stage.lanes_s) for name, stage in found.stages.items()},
+        "bottleneck": {name: stage.bottleneck for name, stage in found.stages.items()},
+        "peak_bytes": dict(prediction.peak_bytes),
+        "budget_bytes": {"device": found.plan.device_memory_bytes, "host": found.plan.host_memory_bytes},
+        "disk_bytes": found.disk_bytes,
+        "nvme_read_bytes": prediction.nvme_read_bytes,
+        "nvme_write_bytes": prediction.nvme_write_bytes,
+        "wear_years": found.wear_years,
+        "usd_per_million_tokens": found.usd_per_million_tokens,
+        "notes": [*found.subject.capture.notes, *found.plan.notes],
+    }

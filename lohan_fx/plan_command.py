@@ -1,0 +1,260 @@
+"""plan_command: ``lohan-fx plan``: does it fit, how fast will it be, what should I buy; before training anything.
+
+    lohan-fx plan --model gpt3-175b --batch 8 --seq 1024 --hw rtx4090-12xP5510
+    lohan-fx plan --model ./Llama-3.1-8B --hw hw.toml --host-memory 64GiB --best-batch
+    lohan-fx plan --model gpt3-13b --batch 32 --compare lohan,zero-infinity --vary ssds=1..12 --png chart.png
+
+Exit code 0 where the model fits, 2 where it does not (the message names the smallest change that would do), 1 for bad
+input. The model is never materialised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lohan_fx.budgets import parse_bytes
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.forecast import Asked, Subject, forecast
+from lohan_fx.forecast_table import forecast_data, forecast_text
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta_capture import meta_capture
+from lohan_fx.model_presets import MODELS
+from lohan_fx.model_source import ModelSource, UserCodeError, source_of
+from lohan_fx.policies import named
+from lohan_fx.presets import PRESETS
+from lohan_fx.timeline_chart import draw
+from lohan_fx.what_if import Row, best, best_batch, compare, max_model, rows_data, rows_text, vary
+from lohan_fx.what_if_chart import draw_rows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_HW = "rtx4090-12xP5510"
+MOST = 1 << 24
+"""More samples, or tokens in one, are a slip of the keyboard."""
+
+FITS, BAD_INPUT, INFEASIBLE = 0, 1, 2
+
+DESCRIPTION = """Say whether a model fits a machine, how fast it will train there, and what that costs, from its
+configuration alone. Exit code 0: it fits; 2: it does not, and the message names the smallest change that would do; 1:
+bad input."""
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """The arguments. What has a wrong value is refused by us and not by argparse, so that bad input exits with 1."""
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a preset, a folder with a config.json, or FILE.py:FUNCTION (see dump)"
+    )
+    parser.add_argument("--batch", metavar="SAMPLES", help="samples per step (1)")
+    parser.add_argument("--seq", metavar="TOKENS", help="tokens per sample (1024, or what the model has)")
+    parser.add_argument(
+        "--hw", metavar="PROFILE", default=DEFAULT_HW, help="a preset, a .toml file, or 'measure' (%(default)s)"
+    )
+    parser.add_argument(
+        "--nvme", nargs="+", default=[], metavar="DIR", help="with --hw measure: one directory per drive"
+    )
+    parser.add_argument("--host-memory", metavar="BYTES", help="such as 64GiB (most of what the machine has)")
+    parser.add_argument("--device-memory", metavar="BYTES", help="such as 20GiB (most of what the device has)")
+    parser.add_argument("--policy", default="lohan", help="(%(default)s)")
+    parser.add_argument("--compute-dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (%(default)s)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--best-batch", action="store_true", help="the batch with the most throughput")
+    what.add_argument("--max-model", action="store_true", help="the largest model of the preset's kind, at batch 1")
+    what.add_argument("--compare", metavar="POLICIES", help="a row per policy: names with commas, or 'all'")
+    what.add_argument(
+        "--vary", metavar="WHAT=VALUES", help="ssds=1..12, host_memory=128GiB,256GiB, gpu=rtx4090,a100, .."
+    )
+    parser.add_argument("--formula", action="store_true", help="show how the seconds come about")
+    parser.add_argument("--no-simulation", action="store_true", help="the formula's seconds only, which is faster")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.add_argument("--png", metavar="FILE", help="draw the simulated step, or the table")
+    parser.add_argument("--list", action="store_true", help="list the models that have a name")
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """The command; its exit code. Raises ``ValueError`` and the like for bad input."""
+    if arguments.list:
+        print("\n".join(f"{dims.name:<22} {dims.parameters / 1e9:10,.3f}e9  {dims.source}" for dims in MODELS.values()))
+        return FITS
+    try:
+        return _answer(arguments)
+    except UserCodeError as error:
+        cause = error.__cause__
+        if cause is not None:
+            traceback.print_exception(cause.with_traceback(_of_the_user(cause)), file=sys.stderr)
+        raise
+    except InfeasiblePlan as error:
+        text = str(error).splitlines()[0]
+        print(json.dumps({"fits": False, "why_not": text}, indent=2) if arguments.json else f"does not fit: {text}")
+        return INFEASIBLE
+
+
+def _of_the_user(error: BaseException) -> Any:
+    """The traceback from the first frame of the user's file on, without those of ours and of import's."""
+    found = error.__traceback__
+    ours = os.path.dirname(__file__)
+    while found is not None and found.tb_next is not None:
+        file = found.tb_frame.f_code.co_filename
+        if not file.startswith((ours, "<frozen")):
+            break
+        found = found.tb_next
+    return found
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        raise ValueError(
+            "--model is missing: a preset (--list shows them), a folder with a config.json, or FILE.py:FUNCTION"
+        )
+    _check_output(arguments.png)
+    batch, seq = (_count(f"--{name}", getattr(arguments, name)) for name in ("batch", "seq"))
+    source = source_of(arguments.model)
+    named(arguments.policy)
+    asked = _asked(arguments)
+    subjects = _Subjects(source, batch, seq, asked.compute_dtype)
+    if arguments.vary is not None:
+        return _show(
+            arguments, f"{source.name}, {arguments.vary.partition('=')[0]}", vary(subjects.get, asked, arguments.vary)
+        )
+    if arguments.compare is not None:
+        return _show(arguments, f"{source.name}, policy", compare(subjects.get(None, None), asked, arguments.compare))
+    if arguments.best_batch:
+        if arguments.batch is not None:
+            raise ValueError("--best-batch looks for the batch itself: leave --batch out")
+        return _show(arguments, f"{source.name}, batch", best_batch(subjects.get, asked), pick=best)
+    if arguments.max_model:
+        return _show(arguments, "largest model", max_model(_relatives(source, seq, asked), asked), pick=_largest)
+    return _single(arguments, subjects.get(None, None), asked)
+
+
+def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> int:
+    found = forecast(subject, asked)
+    if arguments.json:
+        data = forecast_data(found) | ({"formula": found.formula} if arguments.formula else {})
+        print(json.dumps(data, indent=2))
+    else:
+        print(forecast_text(found))
+        if arguments.formula:
+            print(f"\n{found.formula}")
+    if arguments.png is not None:
+        if found.simulation is None:
+            raise ValueError("--png draws the simulated step: leave --no-simulation out")
+        title = f"{subject.name} on {asked.hw.name}: one step, simulated"
+        draw(found.simulation.events, arguments.png, title=title, plan=found.plan)
+    return FITS
+
+
+def _show(
+    arguments: argparse.Namespace,
+    title: str,
+    rows: Sequence[Row],
+    *,
+    pick: Callable[[Sequence[Row]], Row | None] = best,
+) -> int:
+    """Print and draw ``rows``; whether any of them fits is the exit code."""
+    chosen = pick(rows)
+    if arguments.json:
+        print(json.dumps({"best": chosen.label if chosen else None, "rows": rows_data(rows)}, indent=2))
+    else:
+        print(rows_text(title, rows))
+        print(f"\nbest: {chosen.label}" if chosen else "\nnone of them fits")
+    if arguments.png is not None and chosen is not None:
+        draw_rows(rows, arguments.png, title=title)
+    return FITS if chosen else INFEASIBLE
+
+
+def _largest(rows: Sequence[Row]) -> Row | None:
+    fitting = [row for row in rows if row.found is not None]
+    return fitting[-1] if fitting else None
+
+
+class _Subjects:
+    """Captures of one model, each shape once."""
+
+    def __init__(self, source: ModelSource, batch: int | None, seq: int | None, dtype: torch.dtype) -> None:
+        self._source, self._batch, self._seq, self._dtype = source, batch, seq, dtype
+        self._last: tuple[tuple[int | None, int | None], Subject] | None = None
+
+    def get(self, batch: int | None, seq: int | None) -> Subject:
+        """The model at this shape; None for what was asked for on the command line."""
+        shape = (batch or self._batch, seq or self._seq)
+        # Only the last is kept: a graph of many blocks takes some hundred MB.
+        if self._last is None or self._last[0] != shape:
+            self._last = None
+            self._last = (shape, _captured(self._source, *shape, self._dtype))
+        return self._last[1]
+
+
+def _captured(source: ModelSource, batch: int | None, seq: int | None, dtype: torch.dtype) -> Subject:
+    example = source.make(batch, seq)
+    capture = meta_capture(example.model, example.inputs, compute_dtype=dtype)
+    return Subject(source.name, capture, example.samples, example.tokens, example.unit)
+
+
+def _relatives(source: ModelSource, seq: int | None, asked: Asked) -> list[tuple[str, Callable[[], Subject]]]:
+    """The presets of the same kind (``gpt3-``, ``dit-``, ..) by size; LoHan's protocol is batch 1 (L-EX-01)."""
+    if source.dims is None:
+        raise ValueError(
+            f"--max-model needs a preset, whose kind it looks through: {source.name} is none; --list shows them"
+        )
+    kind = source.name.split("-")[0]
+    found = sorted((d for d in MODELS.values() if d.name.split("-")[0] == kind), key=lambda dims: dims.parameters)
+    return [
+        (dims.name, lambda name=dims.name: _captured(source_of(name), 1, seq, asked.compute_dtype))  # type: ignore[misc]
+        for dims in found
+    ]
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    if arguments.compute_dtype not in DTYPES:
+        raise ValueError(f"--compute-dtype is {arguments.compute_dtype!r}: expected one of {', '.join(DTYPES)}")
+    return Asked(
+        hw=_profile(arguments),
+        policy=arguments.policy,
+        host_memory_bytes=_bytes("--host-memory", arguments.host_memory),
+        device_memory_bytes=_bytes("--device-memory", arguments.device_memory),
+        compute_dtype=DTYPES[arguments.compute_dtype],
+        simulated=not arguments.no_simulation,
+    )
+
+
+def _profile(arguments: argparse.Namespace) -> HardwareProfile:
+    name = arguments.hw
+    if name == "measure":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return HardwareProfile.measure(arguments.nvme)
+    if arguments.nvme:
+        raise ValueError("--nvme goes with --hw measure; a profile brings its own drives")
+    is_file = name not in PRESETS and (name.endswith(".toml") or os.sep in name)
+    return HardwareProfile.load(name) if is_file else HardwareProfile.preset(name)
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text, name)
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    digits = text.strip()
+    if not digits.isdecimal() or not 1 <= int(digits) <= MOST:
+        raise ValueError(f"{name} is {text!r}: expected a whole number from 1 to {MOST:,}")
+    return int(digits)
+
+
+def _check_output(png: str | None) -> None:
+    if png is not None and not Path(png).resolve().parent.is_dir():
+        raise ValueError(f"--png: there is no directory {Path(png).resolve().parent}")

@@ -1,0 +1,257 @@
+"""what_if: several forecasts side by side: other policies, other machines, other batches, other models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lohan_fx.budgets import parse_bytes
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.forecast import Asked, Forecast, Subject, forecast
+from lohan_fx.forecast_table import forecast_data
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan_table import table
+from lohan_fx.policies import POLICIES, named
+from lohan_fx.presets import PRESETS
+from lohan_fx.units import format_bytes, format_seconds
+
+MOST_BATCHES = 4096
+MOST_VALUES = 64
+GAIN = 1.01
+"""A doubled batch must give this much more throughput to be worth another try."""
+
+SubjectOf = Callable[[int | None, int | None], Subject]
+"""The model captured at a batch and a sequence; None for what was asked for."""
+
+_GPU_FIELDS = ("device", "device_name", "matmul_flops_per_s", "memory_bytes_per_s", "device_memory_bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: its forecast, or why there is none. ``feasible``: False where memory or disk is too small."""
+
+    label: str
+    found: Forecast | None
+    why_not: str = ""
+
+
+def attempt(label: str, make: Callable[[], Forecast]) -> Row:
+    """The forecast that ``make`` gives, or the first line of why there is none."""
+    try:
+        return Row(label, make())
+    except (InfeasiblePlan, ValueError) as error:
+        return Row(label, None, str(error).splitlines()[0])
+
+
+# --- what is varied -------------------------------------------------------------------------------------------
+
+
+def compare(subject: Subject, asked: Asked, policies: str) -> list[Row]:
+    """A row per policy in ``policies`` (names with commas, or "all"), the fastest first."""
+    names = list(POLICIES) if policies == "all" else [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--compare is {policies!r}: expected policies with commas between, or 'all'")
+    for name in names:
+        named(name)
+    cases = [(name, dataclasses.replace(asked, policy=name)) for name in dict.fromkeys(names)]
+    rows = [attempt(name, functools.partial(forecast, subject, case)) for name, case in cases]
+    return sorted(rows, key=lambda row: row.found.step_s if row.found else float("inf"))
+
+
+def vary(subject_of: SubjectOf, asked: Asked, spec: str) -> list[Row]:
+    """A row per value of ``spec``, such as ``ssds=1..12``, ``host_memory=128GiB,256GiB``, ``gpu=rtx4090,a100``."""
+    name, equals, text = spec.partition("=")
+    name = name.strip().replace("-", "_")
+    if name not in VARIED or not equals:
+        raise ValueError(
+            f"--vary is {spec!r}: expected one of {', '.join(VARIED)}, then = and values such as 1..12 or 1,2,4"
+        )
+    values = _values(name, text)
+    if name in ("batch", "seq"):
+        shapes = [(value, None) if name == "batch" else (None, value) for value in values]
+        makes = [functools.partial(_at_shape, subject_of, shape, asked) for shape in shapes]
+        return [attempt(str(value), make) for value, make in zip(values, makes, strict=True)]
+    cases = [(_label(name, value), _changed(asked, name, value)) for value in values]
+    subject = subject_of(None, None)
+    return [attempt(label, functools.partial(forecast, subject, case)) for label, case in cases]
+
+
+def _at_shape(subject_of: SubjectOf, shape: tuple[int | None, int | None], asked: Asked) -> Forecast:
+    return forecast(subject_of(*shape), asked)
+
+
+VARIED = ("ssds", "host_memory", "device_memory", "gpu", "batch", "seq")
+
+
+def _values(name: str, text: str) -> list[Any]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    values = [value for part in parts for value in _part(name, part)]
+    if not values:
+        raise ValueError(f"--vary {name}={text} is over nothing: expected values such as 1..12 or 1,2,4")
+    if len(values) > MOST_VALUES:
+        raise ValueError(f"--vary {name}={text} is over {len(values)} values: expected at most {MOST_VALUES}")
+    return list(dict.fromkeys(values))
+
+
+def _part(name: str, part: str) -> Iterator[Any]:
+    """The values of ``1..12`` (each number; of memory each doubling, and the end), or of a single value."""
+    first, dots, last = part.partition("..")
+    if name == "gpu":
+        yield part
+    elif not dots:
+        yield _value(name, part)
+    else:
+        low, high = _value(name, first), _value(name, last)
+        if name in ("ssds",):
+            if high - low >= MOST_VALUES:
+                raise ValueError(
+                    f"--vary {name}={part} is over {high - low + 1} values: expected at most {MOST_VALUES}"
+                )
+            yield from range(low, high + 1)
+        else:
+            while low < high:
+                yield low
+                low *= 2
+            if low // 2 < high or low == high:
+                yield high
+
+
+def _value(name: str, text: str) -> int:
+    if name.endswith("memory"):
+        return parse_bytes(text, f"--vary {name}")
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(f"--vary {name} is {text!r}: expected a whole number above zero")
+    return int(text)
+
+
+def _label(name: str, value: Any) -> str:
+    return format_bytes(value) if name.endswith("memory") else f"{value}"
+
+
+def _changed(asked: Asked, name: str, value: Any) -> Asked:
+    hw = asked.hw
+    if name == "ssds":
+        if not hw.nvme:
+            raise ValueError(f"--vary ssds: the hardware profile {hw.name!r} has no drive to take more of")
+        return dataclasses.replace(
+            asked, hw=dataclasses.replace(hw, name=f"{hw.name}, {value} drives", nvme=hw.nvme[:1] * value)
+        )
+    if name == "host_memory":
+        return dataclasses.replace(asked, host_memory_bytes=value)
+    if name == "device_memory":
+        return dataclasses.replace(asked, device_memory_bytes=value)
+    return dataclasses.replace(asked, hw=_with_gpu(hw, value))
+
+
+def _with_gpu(hw: HardwareProfile, gpu: str) -> HardwareProfile:
+    """``hw`` with the GPU of the first preset whose name begins with ``gpu``."""
+    donors = [preset for name, preset in PRESETS.items() if name.startswith(gpu.lower())]
+    if not gpu or not donors:
+        known = ", ".join(dict.fromkeys(name.split("-")[0] for name in PRESETS))
+        raise ValueError(f"--vary gpu: no GPU {gpu!r} among the presets: there are {known}")
+    prices = hw.prices
+    if prices is not None:
+        theirs = donors[0].prices
+        prices = None if theirs is None else dataclasses.replace(prices, gpu_usd=theirs.gpu_usd)
+    changes = {field: getattr(donors[0], field) for field in _GPU_FIELDS}
+    return dataclasses.replace(hw, name=f"{hw.name} with {donors[0].device_name}", prices=prices, machine="", **changes)
+
+
+# --- what is searched -----------------------------------------------------------------------------------------
+
+
+def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
+    """Rows for growing batches; the fastest per token is the one with the most throughput.
+
+    Doubles while that gains, then looks at what lies half-way to the best one's neighbours.
+    """
+
+    def row(batch: int) -> Row:
+        return attempt(str(batch), functools.partial(_at_shape, subject_of, (batch, None), asked))
+
+    found: dict[int, Row] = {}
+    batch, best = 1, 0.0
+    while batch <= MOST_BATCHES:
+        found[batch] = row(batch)
+        rate = _rate(found[batch])
+        if rate <= best * GAIN:
+            break
+        best, batch = max(best, rate), 2 * batch
+    top = max(found, key=lambda b: _rate(found[b]))
+    for between in (top * 3 // 4, top * 3 // 2):
+        if between not in found and between > 0:
+            found[between] = row(between)
+    return [found[batch] for batch in sorted(found)]
+
+
+def _rate(row: Row) -> float:
+    return row.found.samples_per_s if row.found else 0.0
+
+
+def max_model(subjects: Sequence[tuple[str, Callable[[], Subject]]], asked: Asked) -> list[Row]:
+    """Rows of the models looked at by bisection, smallest first; ``subjects`` must be in order of size."""
+    rows: dict[int, Row] = {}
+    low, high = -1, len(subjects)
+    while high - low > 1:
+        middle = (low + high) // 2
+        name, make = subjects[middle]
+        rows[middle] = attempt(name, functools.partial(_made, make, asked))
+        low, high = (middle, high) if rows[middle].found else (low, middle)
+    return [rows[place] for place in sorted(rows)]
+
+
+def _made(make: Callable[[], Subject], asked: Asked) -> Forecast:
+    return forecast(make(), asked)
+
+
+def best(rows: Iterable[Row]) -> Row | None:
+    """The row with the most throughput."""
+    return max((row for row in rows if row.found), key=_rate, default=None)
+
+
+# --- as text and data -----------------------------------------------------------------------------------------
+
+
+def rows_text(title: str, rows: Sequence[Row]) -> str:
+    """A table of ``rows``; those without a forecast say why below it."""
+    lines = []
+    for row in rows:
+        found = row.found
+        if found is None:
+            lines.append([f"  {row.label}", "no", *["-"] * 9])
+            continue
+        simulated = format_seconds(found.simulation.step_s) if found.simulation else "-"
+        cost = "-" if found.usd_per_million_tokens is None else f"{found.usd_per_million_tokens:,.3g}"
+        wear = "-" if found.wear_years is None else f"{found.wear_years:,.1f}"
+        binds = "/".join(stage.bottleneck for stage in found.stages.values())
+        lines.append(
+            [
+                f"  {row.label}",
+                str(found.lowest_tier),
+                format_seconds(found.step_s),
+                simulated,
+                f"{found.tokens_per_s:,.4g}" if found.subject.unit == "tokens" else f"{found.samples_per_s:,.3g}",
+                f"{found.flops_per_s / 1e12:,.1f}",
+                binds,
+                format_bytes(found.prediction.peak_bytes["host"]),
+                format_bytes(found.prediction.peak_bytes["device"]),
+                wear,
+                cost,
+            ]
+        )
+    units = {row.found.subject.unit for row in rows if row.found} or {"tokens"}
+    columns = [title, "needs", "step", "simulated", f"{units.pop()}/s", "TFLOPS", "bound by"]
+    columns += ["host", "device", "wear years", "$/M tokens"]
+    why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
+    return "\n".join([*table(columns, lines, left=(0, 1, 6)), *([""] if why else []), *why])
+
+
+def rows_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """``rows`` as JSON-ready data."""
+    return [
+        {"case": row.label, **(forecast_data(row.found) if row.found else {"fits": False, "why_not": row.why_not})}
+        for row in rows
+    ]
