@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 from lohan_fx import cost, meta
+from lohan_fx.cost import Work
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import host_bytes, resident_bytes
@@ -47,7 +48,8 @@ class Request:
     """What ``compile`` was asked for, as far as the pipeline needs it.
 
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
-    many times longer than measured op by op the graphs turned out to take (``self_check``).
+    many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
+    replace the plan.
     """
 
     hw: HardwareProfile
@@ -60,6 +62,7 @@ class Request:
     plan: Plan | None
     homes: tuple[ParameterPlan, ...] = ()
     compute_scale: float = 1.0
+    revise: bool = True
 
 
 def compile_training(
@@ -84,11 +87,24 @@ def compile_training(
     return halves, plan
 
 
-def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput], request: Request) -> Plan:
-    """The plan that ``request`` would get for a joint graph that was compiled before, with its prediction."""
+def plan_training(
+    joint: GraphModule, request: Request, *, num_outputs: int, parameters: dict[str, ParameterInput]
+) -> tuple[Halves, Plan]:
+    """What ``compile_training`` decides, and the halves to simulate, without what only running them needs: they are not
+    verified and have no code. The joint graph must be annotated."""
     plan = _search(joint, request, num_outputs, parameters)
     halves = _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
-    return dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    return halves, dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+
+
+def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput], request: Request) -> Plan:
+    """The plan that ``request`` would get for a joint graph that was compiled before, with its prediction."""
+    return plan_training(joint, request, num_outputs=num_outputs, parameters=parameters)[1]
+
+
+def work_of(halves: Halves, plan: Plan, request: Request) -> Work:
+    """What a step of ``halves`` does, for a cost model."""
+    return traffic(halves, plan, _node_seconds(request))
 
 
 def compile_inference(
