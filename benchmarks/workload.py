@@ -22,13 +22,16 @@ SIZES = {
     "350m": (24, 1024, 16, 16, 2816, 32000),
     "1.3b": (24, 2048, 16, 16, 5632, 32000),
 }
+GPT2_SIZES = {"gpt2": (12, 768, 12, 50257)}
+"""Layers, hidden, heads, vocabulary of GPT-2 models, without dropout."""
 
 LR = 1e-4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama of ``SIZES[size]`` at ``batch`` x ``seq`` random tokens, bf16 weights and activations."""
+    """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES``) at ``batch`` x ``seq`` random tokens, bf16 weights and
+    activations."""
 
     size: str
     batch: int
@@ -37,22 +40,11 @@ class Workload:
     def build(self) -> Any:
         """The model in bf16, on the CPU, the same for each call."""
         transformers.logging.set_verbosity_error()
-        layers, hidden, heads, kv_heads, ffn, vocabulary = SIZES[self.size]
-        config = transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=ffn,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            max_position_embeddings=max(self.seq, 16),
-            use_cache=False,
-        )
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with no_init_weights():
-                model = transformers.LlamaForCausalLM(config)
+                model = self._gpt2() if self.size in GPT2_SIZES else self._llama()
         finally:
             torch.set_default_dtype(default)
         generator = torch.Generator().manual_seed(0)
@@ -64,9 +56,39 @@ class Workload:
                     parameter.fill_(1.0)
         return model.train()
 
+    def _llama(self) -> Any:
+        layers, hidden, heads, kv_heads, ffn, vocabulary = SIZES[self.size]
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=max(self.seq, 16),
+            use_cache=False,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    def _gpt2(self) -> Any:
+        layers, hidden, heads, vocabulary = GPT2_SIZES[self.size]
+        config = transformers.GPT2Config(
+            n_layer=layers,
+            n_embd=hidden,
+            n_head=heads,
+            vocab_size=vocabulary,
+            n_positions=max(self.seq, 16),
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+
     def tokens(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(0, SIZES[self.size][5], (self.batch, self.seq), generator=generator)
+        vocabulary = GPT2_SIZES[self.size][3] if self.size in GPT2_SIZES else SIZES[self.size][5]
+        return torch.randint(0, vocabulary, (self.batch, self.seq), generator=generator)
 
 
 Step = Callable[[], float]

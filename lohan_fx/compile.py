@@ -45,6 +45,7 @@ def compile(
     compute_dtype: torch.dtype = torch.bfloat16,
     policy: str = "lohan",
     plan: Plan | None = None,
+    revise: bool = True,
 ) -> nn.Module:
     """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
 
@@ -60,6 +61,8 @@ def compile(
         compute_dtype: dtype of parameters and activations; masters and moments are fp32.
         policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.
         plan: obey this plan instead of making one; it must be of this model and input shape.
+        revise: let the first steps correct the profile, and replace the plan once if that pays (``self_check``); only
+            where the profile was measured on this machine. No number changes by it.
 
     Raises:
         ValueError, TypeError: a bad argument, a model on ``meta``, compiled already, or with unsupported dtypes.
@@ -91,6 +94,7 @@ def compile(
         budgets=budgets,
         windows=windows,
         plan=plan,
+        revise=revise,
     )
     with contextlib.ExitStack() as undo:
         directories, cleanup = _directories(nvme, hw)

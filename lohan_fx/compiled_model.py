@@ -183,8 +183,9 @@ class CompiledModel:
         )
         if replan is not None:
             # Corrected from the steps of one graph alone: with several, none of them explains the measurements.
-            alone = not self.training_graphs() and not self._revised and self._request.plan is None
-            self._replan = replan if alone and self._request.hw.is_this_machine() else None
+            alone = not self.training_graphs() and not self._revised
+            wanted = self._request.revise and self._request.plan is None and self._request.hw.is_this_machine()
+            self._replan = replan if alone and wanted else None
             self.checks.forget()
         self.plans.append(plan)
         self.halves.append(halves)
