@@ -23,7 +23,7 @@ from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
-from lohan_fx.step_time import parameter_adds, stage_lanes
+from lohan_fx.step_time import parameter_adds, quantities_of_plan, stage_lanes
 
 Homes = tuple[Tier, Tier | None]
 """Where a parameter and its optimizer states live; None for the states of a frozen one."""
@@ -46,6 +46,10 @@ class JointModel:
     decisions: tuple[tuple[Decision, ...], ...]
     names: tuple[tuple[str, ...], ...]
     homes: tuple[tuple[Homes, ...], ...]
+
+    def traffic_s(self, plan: Plan) -> float:
+        """Seconds that all lanes together work on a step of ``plan``."""
+        return self.model.work_s(quantities_of_plan(self.problem, plan))
 
 
 def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> JointModel:

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from lohan_fx import cost
+from lohan_fx.cost import Work
 from lohan_fx.division import division_of
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -37,6 +38,8 @@ WORTH_ASKING = 0.002
 MOST_INTEGERS = 3000
 OPTIMUM_S = 10.0
 """Most whole numbers and seconds for the exact optimum; beyond them the search's plan has to do."""
+EQUAL = 1e-7
+"""Share of a step that is no difference."""
 VISIBLE = 0.001
 """Share of a step below which a difference between plans is not worth a note."""
 LIMITED = {Tier.DEVICE.value: Quantity.DEVICE, Tier.HOST.value: Quantity.HOST}
@@ -105,9 +108,10 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
         candidates += [plan for plan in plans_of(joint, exact) if _fits(joint, plan)]
     if not candidates:
         return None
-    # The first of equals: the walk's plan before the optimum's, places in order before places by size.
-    priced = [(step_seconds(problem, hw, plan), plan) for plan in candidates]
-    seconds, plan = min(priced, key=lambda pair: pair[0])
+    priced = [(step_seconds(problem, hw, plan), joint.traffic_s(plan), plan) for plan in candidates]
+    fastest = min(time for time, _, _ in priced) * (1 + EQUAL)
+    # Of equals the one that moves least; then the walk's before the optimum's, places in order before places by size.
+    seconds, _, plan = min((found for found in priced if found[0] <= fastest), key=lambda found: found[1])
     bound_s = min(seconds, max(loose.bound_s, exact.bound_s if exact is not None else 0.0))
     plan = dataclasses.replace(plan, notes=_notes(choice, seconds, walk_s, bound_s))
     return Found(plan, seconds, walk_s, bound_s, loose.per_byte_s, graph_bytes)
@@ -120,19 +124,16 @@ def _walk(joint: JointModel, loose: Solution, hw: HardwareProfile) -> tuple[list
     for treated in parameters_of(joint, loose):
         bare = plan_of(joint, {}, treated)
         keep, host = _room(joint, bare)
-        fixed = quantities_of_plan(problem, bare)
+        work = work_of(problem, quantities_of_plan(problem, bare))
 
         def step_s(
-            saved_bytes: int, recompute_s: float, keep: int = keep, host: int = host, fixed: Adds = fixed
+            saved_bytes: int, recompute_s: float, keep: int = keep, host: int = host, work: Work = work
         ) -> float:
             swapped = max(0, saved_bytes - keep)
-            total = {
-                **fixed,
-                Quantity.RECOMPUTE_S: recompute_s,
-                Quantity.SWAPPED: swapped,
-                Quantity.SWAPPED_NVME: max(0, swapped - host),
-            }
-            return cost.step_seconds(work_of(problem, total), hw)
+            moved = dataclasses.replace(
+                work, recompute_s=recompute_s, swapped_bytes=swapped, swapped_nvme_bytes=max(0, swapped - host)
+            )
+            return cost.step_seconds(moved, hw)
 
         choice = search(problem.activations, step_s)
         plans.append(plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated))

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lohan_fx.passes.independent_parts import EqualBlocks
+from lohan_fx.passes.independent_parts import Parts
 
 
 class Quantity(enum.StrEnum):
@@ -72,7 +72,7 @@ class Size:
 class Model:
     """A plan's decisions as numbers. ``sizes``: one entry for each size of a savable or mandatory value."""
 
-    blocks: tuple[EqualBlocks, ...]
+    blocks: tuple[Parts, ...]
     sizes: tuple[Size, ...]
     things: tuple[Thing, ...]
     stages: tuple[tuple[LaneTime, ...], ...]
@@ -86,6 +86,17 @@ class Model:
 
     def seconds(self, quantities: Adds) -> float:
         return sum(max(lane.at(quantities) for lane in stage) for stage in self.stages)
+
+    def work_s(self, quantities: Adds) -> float:
+        """Seconds that all lanes together work: of equally fast decisions, those with less of it are better."""
+        return self.seconds_of_all.at(quantities)
+
+    @property
+    def seconds_of_all(self) -> Line:
+        """The first line of every lane, in one."""
+        lines = [lane.lines[0] for stage in self.stages for lane in stage]
+        per = {quantity: sum(line.per.get(quantity, 0.0) for line in lines) for quantity in Quantity}
+        return Line(sum(line.seconds for line in lines), per)
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def savable(model: Model, size: Size) -> int:
     return size.mandatory + sum(block.count * block.bytes.count(size.bytes) for block in model.blocks)
 
 
-def _recompute_s(block: EqualBlocks, counts: Sequence[float]) -> float:
+def _recompute_s(block: Parts, counts: Sequence[float]) -> float:
     again = [0.0] * len(counts)
     for place in reversed(range(len(counts))):
         wanted = block.count if block.needed[place] else max((again[r] for r in block.readers[place]), default=0.0)
