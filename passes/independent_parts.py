@@ -15,7 +15,7 @@ from lohan_fx.passes.activation_graph import ActivationGraph, closure
 
 
 @dataclass(frozen=True)
-class EqualBlocks:
+class Parts:
     """Parts alike in all that a plan's time and memory depend on.
 
     ``copies``: per part the names of its values, in the same order. Per value, ``seconds`` to compute it, ``bytes`` to
@@ -34,7 +34,7 @@ class EqualBlocks:
         return len(self.copies)
 
 
-def equal_blocks(found: ActivationGraph) -> tuple[EqualBlocks, ...]:
+def independent_parts(found: ActivationGraph) -> tuple[Parts, ...]:
     """The independent parts of what could be recomputed, equal ones together, in graph order."""
     recomputable = _worth_deciding(found)
     members: dict[str, list[str]] = {}
@@ -47,7 +47,7 @@ def equal_blocks(found: ActivationGraph) -> tuple[EqualBlocks, ...]:
     return tuple(_equal(found, copies) for copies in alike.values())
 
 
-def saved_names(blocks: EqualBlocks, counts: Sequence[int]) -> set[str]:
+def saved_names(blocks: Parts, counts: Sequence[int]) -> set[str]:
     """What to save, where ``counts[i]`` copies of value ``i`` are to be: as few recomputations as counts allow.
 
     Counts say enough because the copies can be nested: of each value the first copies are recomputed and the last ones
@@ -108,11 +108,11 @@ def _signature(found: ActivationGraph, names: list[str]) -> tuple[object, ...]:
     return tuple((_facts(found, name), _readers(found, name, places)) for name in names)
 
 
-def _equal(found: ActivationGraph, copies: list[tuple[str, ...]]) -> EqualBlocks:
+def _equal(found: ActivationGraph, copies: list[tuple[str, ...]]) -> Parts:
     first = copies[0]
     places = {name: place for place, name in enumerate(first)}
     facts = [_facts(found, name) for name in first]
-    return EqualBlocks(
+    return Parts(
         copies=tuple(copies),
         seconds=tuple(seconds for seconds, _, _ in facts),
         bytes=tuple(nbytes for _, nbytes, _ in facts),

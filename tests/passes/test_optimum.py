@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Model, Quantity, Size, Thing
-from lohan_fx.passes.independent_parts import equal_blocks, saved_names
+from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import read, search
 from tests.passes.graphs import reachable
@@ -55,7 +55,7 @@ def models(draw: st.DrawFn) -> tuple[ActivationGraph, Model]:
         found = repeated(draw(activation_graphs(ops=1)), 3)
     device, host = draw(st.integers(0, 80)), draw(st.integers(0, 80))
     return found, Model(
-        blocks=equal_blocks(found),
+        blocks=independent_parts(found),
         sizes=sizes_of(found),
         things=tuple(draw(st.lists(things, max_size=2))),
         stages=tuple(draw(st.lists(stages, min_size=1, max_size=2))),
@@ -193,7 +193,7 @@ def test_the_search_is_within_one_percent_of_the_optimum_of_a_transformer(
 ) -> None:
     model = Transformer(batch, machine(ssd=ssd), host_bytes=host_bytes, as_captured=as_captured)
     asked = Model(
-        equal_blocks(model.graph),
+        independent_parts(model.graph),
         tuple(replace(size, options=size.options[1:]) for size in sizes_of(model.graph)),
         (),
         lines_of(model),
