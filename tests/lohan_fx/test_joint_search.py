@@ -296,7 +296,7 @@ def test_memory_that_graphs_turn_out_not_to_need_is_used() -> None:
     fast = problem(10_000 * MIB, PEAK + 40 * MIB, shared=False, activations=blocks(seconds=0.0005), forward_s=0.0001)
     asked, calls = counted(fast, peak)
     plan = joint_search(asked, hardware(False))
-    assert kept(plan) > 20 * MIB
+    assert kept(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE) > 30 * MIB
     assert len(calls) <= 5
 
 
