@@ -7,11 +7,23 @@ place in their layer with the same size and homes. Every number follows from the
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from lohan_fx.plan import ActivationPlan, Decision, Keep, ParameterPlan, Plan, Prediction, Recompute, Swap, Tier
+from lohan_fx.plan import (
+    ActivationPlan,
+    Decision,
+    Division,
+    Keep,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    Recompute,
+    Swap,
+    Tier,
+)
 from lohan_fx.problem import STATE_BYTES
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
@@ -31,8 +43,30 @@ def plan_table(plan: Plan) -> str:
     parts = [_header(plan)]
     if plan.prediction is not None:
         parts.append(_prediction(plan.prediction))
+    if plan.division is not None:
+        parts.append(division_table(plan.division))
     parts += [_activations(plan.activations), _parameters(plan.parameters)]
     return "\n\n".join(part for part in parts if part)
+
+
+def division_table(division: Division) -> str:
+    """What each tier's memory is used for, what a step would take longer without, and what more of it would save."""
+    rows = []
+    for share in division.shares:
+        saves = "needed" if share.saves_s == math.inf else format_seconds(share.saves_s) if share.saves_s else "-"
+        rows.append([f"  {share.tier}", share.use.value, format_bytes(share.bytes), saves])
+    worth = ", ".join(
+        f"{format_seconds(rate * 2**30)} per GiB of {tier}" for tier, rate in division.per_byte_s.items() if rate
+    )
+    walk = format_seconds(division.walk_s) if division.walk_s < math.inf else "does not fit"
+    gap = 1 - division.bound_s / division.step_s if division.step_s > 0 else 0.0
+    return "\n".join(
+        [
+            *table(["memory of", "for", "bytes", "saves per step"], rows, left=(0, 1)),
+            f"  more of it would save: {worth or 'nothing'}",
+            f"  Algorithm 1 alone: {walk}; no plan is more than {gap:.1%} faster than this one",
+        ]
+    )
 
 
 def plan_summary(plan: Plan) -> str:
@@ -40,6 +74,8 @@ def plan_summary(plan: Plan) -> str:
     parts = [_header(plan)]
     if plan.prediction is not None:
         parts.append(_prediction(plan.prediction))
+    if plan.division is not None:
+        parts.append(division_table(plan.division))
     return "\n\n".join([*parts, _sums(plan)])
 
 

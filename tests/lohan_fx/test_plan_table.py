@@ -10,15 +10,18 @@ import pytest
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
+    Division,
     Keep,
     OptimizerTiming,
     ParameterPlan,
     Plan,
     Prediction,
     Recompute,
+    Share,
     Stage,
     Swap,
     Tier,
+    Use,
     Windows,
 )
 from lohan_fx.plan_table import plan_table, ranges, table
@@ -71,6 +74,19 @@ def example() -> Plan:
             recompute_flops=0,
         ),
         notes=("made by hand",),
+        division=Division(
+            shares=(
+                Share(Tier.DEVICE, Use.GRAPHS, 4 << 30, 0.0),
+                Share(Tier.DEVICE, Use.ACTIVATIONS, 64 << 20, 0.125),
+                Share(Tier.DEVICE, Use.FREE, 18 << 30, 0.0),
+                Share(Tier.HOST, Use.STAGING, 200 << 20, 0.0),
+                Share(Tier.HOST, Use.STATES, 5 << 30, float("inf")),
+            ),
+            per_byte_s={"device": 0.0, "host": 2**-32},
+            step_s=1.5,
+            walk_s=1.75,
+            bound_s=1.4925,
+        ),
     )
 
 
@@ -85,7 +101,9 @@ def test_a_cpu_shares_its_memory_with_the_device() -> None:
 
 
 def test_a_plan_without_anything_is_printed_too() -> None:
-    text = plan_table(dataclasses.replace(example(), activations=(), parameters=(), prediction=None, notes=()))
+    text = plan_table(
+        dataclasses.replace(example(), activations=(), parameters=(), prediction=None, notes=(), division=None)
+    )
     assert "activations" not in text
     assert "predicted" not in text
     assert text.splitlines()[-1].split() == ["all", "0", "0", "0", "B"]
