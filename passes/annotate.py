@@ -6,6 +6,7 @@ Ensures: ``meta.cost(node)`` answers for every node. The graph itself is unchang
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ def layer_of(node: Node) -> tuple[str, str] | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    entries = [(_module_path(path), _class_name(kind)) for path, kind in stack.values()]
+    entries = [(_module_path(str(path)), _class_name(kind)) for path, kind in stack.values()]
     for path, kind in entries:
         if path.rpartition(".")[2].isdigit():
             return path, kind
@@ -97,8 +98,9 @@ def block_of(path: str) -> str | None:
     return block.group(1) if block else None
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _module_path(path: str) -> str:
-    path = re.sub(r"^L\['?\w+'?\]", "", str(path))
+    path = re.sub(r"^L\['?\w+'?\]", "", path)
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     return re.sub(r"\['?(\w+)'?\]", r".\1", path).strip(".")
 

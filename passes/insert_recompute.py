@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
+from lohan_fx.passes.activation_graph import is_tangent
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, outputs_of
 from lohan_fx.plan import Plan, Recompute
@@ -36,6 +38,7 @@ def insert_recompute(halves: Halves, plan: Plan) -> None:
         for source in node.all_input_nodes:
             if source.op == "placeholder" and source.name in dropped:
                 node.replace_input_with(source, cloner.clone(cloner.forward[source.name], before=node))
+    cloner.finish()
     for name in dropped:
         halves.backward.graph.erase_node(placeholders[name])
     _drop_unread(halves)
@@ -56,6 +59,11 @@ class _Cloner:
         self._halves = halves
         self._available = available
         self._outputs = _output_names(halves)
+        crossing = halves.crossing()
+        self._tensors = [n for n in crossing if meta.tensor(n) is not None]
+        self._sizes = [n for n in crossing if meta.tensor(n) is None]
+        inputs: Iterable[Node] = self._backward.graph.find_nodes(op="placeholder")
+        self._tangent = next((n for n in inputs if is_tangent(n)), None)
 
     def clone(self, node: Node, *, before: Node) -> Node:
         """The value of the forward's ``node`` in the backward."""
@@ -94,21 +102,27 @@ class _Cloner:
     def _new_input(self, node: Node) -> Node:
         """Let an input or output of the forward, which is there anyway, cross too: behind the other saved tensors,
         before sizes and tangents."""
-        crossing = self._halves.crossing()
-        tensors = [n for n in crossing if meta.tensor(n) is not None]
-        sizes = [n for n in crossing if meta.tensor(n) is None]
         is_tensor = meta.tensor(node) is not None
-        tangents = (n for n in self._backward.graph.find_nodes(op="placeholder") if n.name.startswith("tangents"))
-        first = next(iter(self._backward.graph.nodes))
-        anchor = next(tangents, None) if is_tensor else first
-        if anchor is None:
-            anchor = next(n for n in self._backward.graph.nodes if n.op != "placeholder")
-        with self._backward.graph.inserting_before(anchor):
+        with self._backward.graph.inserting_before(self._anchor(is_tensor)):
             placeholder = self._backward.graph.placeholder(node.name)
         placeholder.meta = dict(node.meta)
         meta.clear_cost(placeholder)
-        self._halves.set_crossing([*tensors, node, *sizes])
+        if is_tensor:
+            self._tensors.append(node)
+        else:
+            self._sizes.insert(0, node)
         return placeholder
+
+    def _anchor(self, is_tensor: bool) -> Node:
+        """The node before which a new input goes."""
+        if is_tensor and self._tangent is not None:
+            return self._tangent
+        nodes: Iterable[Node] = self._backward.graph.nodes
+        return next(n for n in nodes if not is_tensor or n.op != "placeholder")
+
+    def finish(self) -> None:
+        """Let the forward hand over what became an input of the backward."""
+        self._halves.set_crossing([*self._tensors, *self._sizes])
 
 
 def _drop_unread(halves: Halves) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
@@ -128,7 +129,9 @@ def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], desc
     output = graph.output(tuple(returned))
     output.meta["desc"] = descs
     meta.set_reads(output, _names(outputs))
-    half = GraphModule(joint, graph)
+    # Its code is made when it is to run: most halves are only looked at.
+    with _use_lazy_graph_module(True):
+        half = _make_graph_module(joint, graph)
     annotate(half)
     return half
 

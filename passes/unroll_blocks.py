@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import map_arg
 
 from lohan_fx import meta
@@ -55,7 +56,8 @@ def unroll_blocks(
         for (old, block), node in unrolled.copies.items()
         if old.name in parameters
     }
-    return GraphModule(joint, unrolled.graph), names
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(joint, unrolled.graph), names
 
 
 class _Blocks:
