@@ -13,7 +13,7 @@ ANGEL_PTM = STREAMED.policy(
     "angel-ptm",
     "Angel-PTM",
     "between blocks kept, the rest recomputed",
-    checkpointing(STREAMED, Tier.DEVICE),
+    checkpointing(Tier.DEVICE),
     optimizer="CPU, asynchronous",
     why_not="it is asynchronous: it computes with parameters of earlier steps, so its numbers are not plain PyTorch's",
 )

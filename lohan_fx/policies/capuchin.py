@@ -8,10 +8,9 @@ freed first. The paper measures seconds; ours are the cost model's. It knows the
 from __future__ import annotations
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Decision, Recompute, Swap, Tier
+from lohan_fx.plan import Decision, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
 from lohan_fx.policies.layout import IN_CORE, Layout
-from lohan_fx.policies.policy import Decide
 from lohan_fx.policies.traits import Trait, round_trip_s, traits
 from lohan_fx.problem import Problem
 
@@ -48,10 +47,10 @@ def _overhead_s(trait: Trait, hw: HardwareProfile) -> float:
     return trait.recompute_s if isinstance(_cheaper(trait, hw), Recompute) else _trip_s(trait, hw)
 
 
-def by_link_cost(layout: Layout) -> Decide:
-    """Decides as Capuchin does, over ``layout``."""
-    return lambda problem, hw: evict(problem, layout, all_kept(problem), order(problem, hw))
+def by_link_cost(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
+    """Capuchin's decision."""
+    return evict(problem, layout, all_kept(problem), order(problem, hw))
 
 
 ACTIVATIONS = "kept, swapped to host RAM or recomputed by link and recompute cost"
-CAPUCHIN = IN_CORE.policy("capuchin", "Capuchin", ACTIVATIONS, by_link_cost(IN_CORE))
+CAPUCHIN = IN_CORE.policy("capuchin", "Capuchin", ACTIVATIONS, by_link_cost)

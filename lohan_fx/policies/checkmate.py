@@ -10,4 +10,4 @@ from lohan_fx.plan import Keep
 from lohan_fx.policies.layout import IN_CORE
 from lohan_fx.policies.mixing import mixing
 
-CHECKMATE = IN_CORE.policy("checkmate", "Checkmate", "kept or recomputed by MILP", mixing(IN_CORE, (Keep(),)))
+CHECKMATE = IN_CORE.policy("checkmate", "Checkmate", "kept or recomputed by MILP", mixing(Keep()))

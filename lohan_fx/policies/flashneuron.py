@@ -9,14 +9,14 @@ from __future__ import annotations
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
-from lohan_fx.policies.layout import IN_CORE
+from lohan_fx.policies.layout import IN_CORE, Layout
 from lohan_fx.policies.traits import traits
 from lohan_fx.problem import Problem
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
     del hw
-    return evict(problem, IN_CORE, all_kept(problem), [(t.name, Swap(Tier.NVME)) for t in traits(problem)])
+    return evict(problem, layout, all_kept(problem), [(t.name, Swap(Tier.NVME)) for t in traits(problem)])
 
 
 FLASHNEURON = IN_CORE.policy(

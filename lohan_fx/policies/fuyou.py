@@ -19,21 +19,16 @@ from lohan_fx.plan import Decision, Keep, Plan, Tier
 from lohan_fx.plan_builder import saving
 from lohan_fx.policies.estimate import work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
-from lohan_fx.policies.policy import Decide
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
 
 ACTIVATIONS = "between blocks and by benefit swapped to NVMe, the rest recomputed"
 
 
-def by_transfer_benefit(layout: Layout) -> Decide:
-    """Decides as Fuyou does, over ``layout``."""
-
-    def decide(problem: Problem, hw: HardwareProfile) -> Plan:
-        start = work(problem, layout.plan(problem, between_blocks(problem, Tier.NVME)))
-        saved = problem.activations.mandatory | set(_joining(problem, hw, start))
-        return layout.fitting(problem, _swapped(problem, saved))
-
-    return decide
+def by_transfer_benefit(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
+    """Fuyou's decision."""
+    start = work(problem, layout.plan(problem, between_blocks(problem, Tier.NVME)))
+    saved = problem.activations.mandatory | set(_joining(problem, hw, start))
+    return layout.fitting(problem, _swapped(problem, saved))
 
 
 def _joining(problem: Problem, hw: HardwareProfile, start: cost.Work) -> list[str]:
@@ -81,4 +76,4 @@ def _swapped(problem: Problem, saved: set[str] | frozenset[str]) -> dict[str, De
     return {name: swap(problem, name, Tier.NVME) if isinstance(d, Keep) else d for name, d in decisions.items()}
 
 
-FUYOU = STREAMED.policy("fuyou", "Fuyou", ACTIVATIONS, by_transfer_benefit(STREAMED))
+FUYOU = STREAMED.policy("fuyou", "Fuyou", ACTIVATIONS, by_transfer_benefit)

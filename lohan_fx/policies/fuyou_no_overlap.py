@@ -11,4 +11,4 @@ from lohan_fx.policies.layout import Layout
 
 _LAYOUT = Layout(Tier.NVME, Tier.NVME, Tier.NVME)
 
-FUYOU_NO_OVERLAP = _LAYOUT.policy("fuyou-no-overlap", "Fuyou", ACTIVATIONS, by_transfer_benefit(_LAYOUT))
+FUYOU_NO_OVERLAP = _LAYOUT.policy("fuyou-no-overlap", "Fuyou", ACTIVATIONS, by_transfer_benefit)

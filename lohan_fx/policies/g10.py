@@ -8,13 +8,11 @@ per parameter in and as many out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
-from lohan_fx.policies.layout import Layout
-from lohan_fx.policies.policy import Decide
+from lohan_fx.policies.layout import DecideIn, Layout
 from lohan_fx.policies.traits import round_trip_s, traits
 from lohan_fx.problem import Problem
 
@@ -22,10 +20,10 @@ _LAYOUT = Layout(Tier.NVME, Tier.NVME, Tier.NVME)
 _NOTE = "G10's optimizer runs on the GPU, which 14 bytes per parameter enter and leave; the prediction is of the CPU's"
 
 
-def by_idle_time(layout: Layout, tiers: Sequence[Tier]) -> Decide:
-    """Decides as G10 does, over ``layout``; ``tiers`` are where tensors may go, the farthest first."""
+def by_idle_time(*tiers: Tier) -> DecideIn:
+    """Decides as G10 does; ``tiers`` are where tensors may go, the farthest first."""
 
-    def decide(problem: Problem, hw: HardwareProfile) -> Plan:
+    def decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
         decisions = all_kept(problem)
         found = sorted(traits(problem), key=lambda t: t.idle_s, reverse=True)
         for trait in found:
@@ -38,8 +36,8 @@ def by_idle_time(layout: Layout, tiers: Sequence[Tier]) -> Decide:
     return decide
 
 
-def _noted(problem: Problem, hw: HardwareProfile) -> Plan:
-    return dataclasses.replace(by_idle_time(_LAYOUT, (Tier.NVME, Tier.HOST))(problem, hw), notes=(_NOTE,))
+def _noted(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
+    return dataclasses.replace(by_idle_time(Tier.NVME, Tier.HOST)(layout, problem, hw), notes=(_NOTE,))
 
 
 G10 = _LAYOUT.policy(

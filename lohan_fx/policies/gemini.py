@@ -11,6 +11,4 @@ from lohan_fx.policies.layout import Layout, checkpointing
 
 _LAYOUT = Layout(Tier.HOST, Tier.NVME, Tier.HOST)
 
-GEMINI = _LAYOUT.policy(
-    "gemini", "Colossal-AI", "between blocks kept, the rest recomputed", checkpointing(_LAYOUT, Tier.DEVICE)
-)
+GEMINI = _LAYOUT.policy("gemini", "Colossal-AI", "between blocks kept, the rest recomputed", checkpointing(Tier.DEVICE))

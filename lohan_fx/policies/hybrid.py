@@ -9,6 +9,4 @@ from lohan_fx.plan import Keep, Swap, Tier
 from lohan_fx.policies.layout import IN_CORE
 from lohan_fx.policies.mixing import mixing
 
-STR = IN_CORE.policy(
-    "str", "STR", "kept, swapped to host RAM or recomputed by MILP", mixing(IN_CORE, (Keep(), Swap(Tier.HOST)))
-)
+STR = IN_CORE.policy("str", "STR", "kept, swapped to host RAM or recomputed by MILP", mixing(Keep(), Swap(Tier.HOST)))

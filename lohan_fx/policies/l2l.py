@@ -13,6 +13,4 @@ from lohan_fx.policies.layout import IN_HOST, checkpointing
 
 _LAYOUT = dataclasses.replace(IN_HOST, prefetches=False)
 
-L2L = _LAYOUT.policy(
-    "l2l", "L2L", "between blocks swapped to host RAM, the rest recomputed", checkpointing(_LAYOUT, Tier.HOST)
-)
+L2L = _LAYOUT.policy("l2l", "L2L", "between blocks swapped to host RAM, the rest recomputed", checkpointing(Tier.HOST))

@@ -6,15 +6,16 @@ What differs between the systems beside this is their decision for each activati
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lohan_fx import problem as problems
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
 from lohan_fx.plan_builder import build_plan, default_homes, saving
-from lohan_fx.policies.policy import Decide, Policy
+from lohan_fx.policies.policy import Policy
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
 
 PLACES = {Tier.DEVICE: "device", Tier.HOST: "host RAM", Tier.NVME: "NVMe"}
@@ -23,7 +24,8 @@ PLACES = {Tier.DEVICE: "device", Tier.HOST: "host RAM", Tier.NVME: "NVMe"}
 @dataclass(frozen=True)
 class Layout:
     """``gradients``: where they wait for an optimizer that runs after the backward; None: it runs inside the backward,
-    as each arrives. ``prefetches``: whether transfers start before they are needed.
+    as each arrives. ``prefetches``: whether transfers start before they are needed; where what is under way does not fit
+    on the device, they do not.
 
     Small parameters stay in memory everywhere, with their states and gradients, as ZeRO's persistence threshold does.
     """
@@ -51,17 +53,30 @@ class Layout:
         check(problem, plan, problem.device_peak(plan))
         return plan
 
+    def just_in_time(self) -> Layout:
+        """The same without prefetching."""
+        return dataclasses.replace(self, prefetches=False)
+
     def policy(
         self,
         name: str,
         source: str,
         activations: str,
-        decide: Decide,
+        decide: DecideIn,
         *,
         optimizer: str = "",
         why_not: str = "",
     ) -> Policy:
         """The policy that decides by ``decide`` and says of itself what this layout is; with ``why_not`` it never runs."""
+
+        def decided(problem: Problem, hw: HardwareProfile) -> Plan:
+            try:
+                return decide(self, problem, hw)
+            except InfeasiblePlan:
+                if not self.prefetches:
+                    raise
+                return decide(self.just_in_time(), problem, hw)
+
         where = "device" if self.states is Tier.DEVICE else "CPU"
         return Policy(
             name=name,
@@ -71,11 +86,14 @@ class Layout:
             gradients=PLACES[self.gradients] if self.gradients is not None else "consumed on arrival",
             activations=activations,
             optimizer=optimizer or f"{where}, {'after' if self.gradients is not None else 'in'} the backward",
-            decide=decide,
+            decide=decided,
             runs=not why_not,
             why_not=why_not,
         )
 
+
+DecideIn = Callable[[Layout, Problem, HardwareProfile], Plan]
+"""A decision procedure that works in any layout."""
 
 STREAMED = Layout(Tier.NVME, Tier.NVME)
 """LoHan's and Fuyou's: all states on NVMe, gradients consumed on arrival (mechanisms a2)."""
@@ -112,10 +130,10 @@ def between_blocks(problem: Problem, tier: Tier) -> dict[str, Decision]:
     return decisions
 
 
-def checkpointing(layout: Layout, tier: Tier) -> Decide:
+def checkpointing(tier: Tier) -> DecideIn:
     """Decides as systems do that save the tensors between blocks at ``tier`` and recompute everything else."""
 
-    def decide(problem: Problem, hw: HardwareProfile) -> Plan:
+    def decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
         del hw
         return layout.fitting(problem, between_blocks(problem, tier))
 

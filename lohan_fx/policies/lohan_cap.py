@@ -5,4 +5,4 @@ from __future__ import annotations
 from lohan_fx.policies.capuchin import ACTIVATIONS, by_link_cost
 from lohan_fx.policies.layout import STREAMED
 
-LOHAN_CAP = STREAMED.policy("lohan-cap", "LoHan", ACTIVATIONS, by_link_cost(STREAMED))
+LOHAN_CAP = STREAMED.policy("lohan-cap", "LoHan", ACTIVATIONS, by_link_cost)

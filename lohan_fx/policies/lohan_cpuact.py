@@ -16,19 +16,19 @@ from lohan_fx.memory_model import check, missing
 from lohan_fx.passes.search import search, useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Tier
 from lohan_fx.policies.estimate import Room, room, work
-from lohan_fx.policies.layout import STREAMED, between_blocks, swap
+from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
 from lohan_fx.problem import Problem
 
 ATTEMPTS = 6
 """How often a plan whose graphs turn out to need more is made again with less room."""
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
-    least = STREAMED.plan(problem, between_blocks(problem, Tier.HOST))
-    base, space = work(problem, least), room(problem, STREAMED)
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
+    least = layout.plan(problem, between_blocks(problem, Tier.HOST))
+    base, space = work(problem, least), room(problem, layout)
     for _ in range(ATTEMPTS):
         saved = search(problem.activations, _step_s(hw, base, space)).saved
-        plan = STREAMED.plan(problem, _placed(problem, saved, space))
+        plan = layout.plan(problem, _placed(problem, saved, space))
         over = missing(problem, plan, problem.device_peak(plan))
         if not over:
             return plan

@@ -9,5 +9,5 @@ from lohan_fx.plan import Tier
 from lohan_fx.policies.layout import STREAMED, checkpointing
 
 LOHAN_DS = STREAMED.policy(
-    "lohan-ds", "LoHan", "between blocks swapped to host RAM, the rest recomputed", checkpointing(STREAMED, Tier.HOST)
+    "lohan-ds", "LoHan", "between blocks swapped to host RAM, the rest recomputed", checkpointing(Tier.HOST)
 )

@@ -9,6 +9,4 @@ from lohan_fx.plan import Tier
 from lohan_fx.policies.g10 import by_idle_time
 from lohan_fx.policies.layout import STREAMED
 
-LOHAN_G10 = STREAMED.policy(
-    "lohan-g10", "LoHan", "kept or swapped to NVMe by idle time", by_idle_time(STREAMED, (Tier.NVME,))
-)
+LOHAN_G10 = STREAMED.policy("lohan-g10", "LoHan", "kept or swapped to NVMe by idle time", by_idle_time(Tier.NVME))

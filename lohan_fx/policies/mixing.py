@@ -22,54 +22,61 @@ from scipy.sparse import coo_array
 
 from lohan_fx import cost
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check, missing
+from lohan_fx.memory_model import missing
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
+from lohan_fx.passes.search import read
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.eviction import all_kept
-from lohan_fx.policies.layout import Layout, between_blocks
-from lohan_fx.policies.policy import Decide
+from lohan_fx.policies.layout import DecideIn, Layout, between_blocks
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
 
 TIME_LIMIT_S = 20.0
-GAP = 1e-3
+GAP = 1e-4
 ATTEMPTS = 6
 """How often a mix whose graphs turn out to need more is made again with less room."""
-TIE = 1e-4
+TIE = 1e-3
 """Weight of work that hides behind a busier lane: of mixes that are equally fast, the one that does least."""
 
 
-def mixing(layout: Layout, ways: Collection[Decision]) -> Decide:
-    """Decides by the fastest mix of ``ways`` and recomputation, over ``layout``."""
-    return lambda problem, hw: mixed(problem, hw, layout, ways)
-
-
-def mixed(problem: Problem, hw: HardwareProfile, layout: Layout, ways: Collection[Decision]) -> Plan:
-    """The plan of the fastest mix of ``ways`` (of ``Keep()`` and ``Swap(Tier.HOST)``) and recomputation; all is kept where
+def mixing(*ways: Decision) -> DecideIn:
+    """Decides by the fastest mix of ``ways`` (of ``Keep()`` and ``Swap(Tier.HOST)``) and recomputation. All is kept where
     it may be and fits.
 
     Raises ``InfeasiblePlan`` where not even what must be saved fits.
     """
-    if Keep() in ways:
-        kept = layout.plan(problem, all_kept(problem))
-        if not missing(problem, kept, problem.device_peak(kept)):
-            return kept
-    fallback = layout.plan(problem, between_blocks(problem, Tier.HOST if Swap(Tier.HOST) in ways else Tier.DEVICE))
-    space = room(problem, layout)
-    base = dataclasses.replace(work(problem, fallback), recompute_s=0.0, swapped_bytes=0)
+
+    def decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
+        if Keep() in ways:
+            kept = layout.plan(problem, all_kept(problem))
+            if not missing(problem, kept, problem.device_peak(kept)):
+                return kept
+        for tried in (layout, layout.just_in_time()):
+            found = _mixed(tried, problem, hw, ways)
+            if found is not None:
+                return found
+        tier = Tier.HOST if Swap(Tier.HOST) in ways else Tier.DEVICE
+        least = layout.fitting(problem, between_blocks(problem, tier))
+        return _noted(least, "the solver found no mix that fits: only what must be saved is saved")
+
+    return decide
+
+
+def _mixed(layout: Layout, problem: Problem, hw: HardwareProfile, ways: Collection[Decision]) -> Plan | None:
+    least = layout.plan(problem, between_blocks(problem, Tier.DEVICE))
+    base, space = work(problem, least), room(problem, layout)
+    base = dataclasses.replace(base, recompute_s=0.0)
     for _ in range(ATTEMPTS):
-        program = _Program(problem, ways)
-        decisions, note = program.solve(hw, base, space)
+        decisions, note = _Program(problem, ways).solve(hw, base, space)
         if decisions is None:
-            break
+            return None
         plan = layout.plan(problem, decisions)
         over = missing(problem, plan, problem.device_peak(plan))
         if not over:
             return _noted(plan, note)
         space = space.less(over)
-    check(problem, fallback, problem.device_peak(fallback))
-    return _noted(fallback, "the solver found no mix that fits: only what must be saved is saved")
+    return None
 
 
 def _noted(plan: Plan, note: str) -> Plan:
@@ -185,10 +192,11 @@ class _Program:
     def _decisions(self, result: OptimizeResult) -> dict[str, Decision] | None:
         if result.x is None:
             return None
-        decisions: dict[str, Decision] = {name: Recompute() for name in self._savable}
-        decisions.update({name: Keep() for name in self._savable if result.x[self._kept[name]] > 0.5})
-        decisions.update({name: Swap(Tier.HOST) for name in self._savable if result.x[self._swapped[name]] > 0.5})
-        return decisions
+        saved: dict[str, Decision] = {}
+        for way, part in ((Keep(), self._kept), (Swap(Tier.HOST), self._swapped)):
+            saved.update({name: way for name in self._savable if result.x[part[name]] > 0.5})
+        wanted = read(self._problem.activations, saved)
+        return {name: saved[name] if name in wanted else Recompute() for name in self._savable}
 
 
 def _columns(names: Iterable[str], first: int) -> dict[str, int]:

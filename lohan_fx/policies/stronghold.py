@@ -14,11 +14,11 @@ from lohan_fx.problem import Problem
 _LAYOUT = Layout(Tier.HOST, Tier.HOST)
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
     del hw
     decisions = all_kept(problem)
     moved = {name: swap(problem, name, Tier.HOST) for name, d in decisions.items() if isinstance(d, Keep)}
-    return _LAYOUT.fitting(problem, {**decisions, **moved})
+    return layout.fitting(problem, {**decisions, **moved})
 
 
 STRONGHOLD = _LAYOUT.policy("stronghold", "STRONGHOLD", "all swapped to host RAM", _decide)

@@ -10,12 +10,12 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Keep, Plan, Swap, Tier
 from lohan_fx.plan_builder import saving
 from lohan_fx.policies.eviction import evict
-from lohan_fx.policies.layout import IN_CORE
+from lohan_fx.policies.layout import IN_CORE, Layout
 from lohan_fx.policies.traits import traits
 from lohan_fx.problem import Problem
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
     del hw
     found = problem.activations
     heavy = {name for name, activation in found.activations.items() if found.flops[activation.producer] > 0}
@@ -23,7 +23,7 @@ def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
     idle_s = {t.name: t.idle_s for t in traits(problem)}
     checkpoints = [name for name, d in decisions.items() if isinstance(d, Keep) and name in idle_s]
     least_recent = sorted(checkpoints, key=lambda name: idle_s[name], reverse=True)
-    return evict(problem, IN_CORE, decisions, [(name, Swap(Tier.HOST)) for name in least_recent])
+    return evict(problem, layout, decisions, [(name, Swap(Tier.HOST)) for name in least_recent])
 
 
 SUPERNEURONS = IN_CORE.policy(

@@ -8,15 +8,15 @@ from __future__ import annotations
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
-from lohan_fx.policies.layout import IN_HOST
+from lohan_fx.policies.layout import IN_HOST, Layout
 from lohan_fx.policies.traits import traits
 from lohan_fx.problem import Problem
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
     del hw
     farthest = sorted(traits(problem), key=lambda t: t.idle_s, reverse=True)
-    return evict(problem, IN_HOST, all_kept(problem), [(t.name, Swap(Tier.HOST)) for t in farthest])
+    return evict(problem, layout, all_kept(problem), [(t.name, Swap(Tier.HOST)) for t in farthest])
 
 
 SWAPADVISOR = IN_HOST.policy(

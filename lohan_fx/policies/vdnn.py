@@ -9,17 +9,17 @@ from __future__ import annotations
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
-from lohan_fx.policies.layout import IN_CORE
+from lohan_fx.policies.layout import IN_CORE, Layout
 from lohan_fx.policies.traits import heavy_inputs, traits
 from lohan_fx.problem import Problem
 
 
-def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
+def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:
     del hw
     found, inputs = traits(problem), heavy_inputs(problem)
     static = {t.name: Swap(Tier.HOST) for t in found if t.name in inputs}
     rest = [(t.name, Swap(Tier.HOST)) for t in found if t.name not in inputs]
-    return evict(problem, IN_CORE, {**all_kept(problem), **static}, rest)
+    return evict(problem, layout, {**all_kept(problem), **static}, rest)
 
 
 VDNN = IN_CORE.policy("vdnn", "vDNN", "inputs of matmuls and convolutions swapped to host RAM, the rest kept", _decide)

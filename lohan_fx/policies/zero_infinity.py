@@ -16,5 +16,5 @@ ZERO_INFINITY = _LAYOUT.policy(
     "zero-infinity",
     "ZeRO-Infinity",
     "between blocks swapped to host RAM, the rest recomputed",
-    checkpointing(_LAYOUT, Tier.HOST),
+    checkpointing(Tier.HOST),
 )

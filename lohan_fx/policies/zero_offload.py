@@ -13,5 +13,5 @@ ZERO_OFFLOAD = IN_HOST.policy(
     "zero-offload",
     "ZeRO-Offload",
     "between blocks swapped to host RAM, the rest recomputed",
-    checkpointing(IN_HOST, Tier.HOST),
+    checkpointing(Tier.HOST),
 )
