@@ -136,7 +136,10 @@ class Lane:
         self.name = name
         self._timeline = timeline
         self._initializer = initializer
-        self._changed = threading.Condition()
+        # One lock, and one condition per kind of sleeper: a job must wake one worker, not all of them and the drainers.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._queued = threading.Condition(lock)
         self._queue: list[_Job] = []
         self._sequence = itertools.count()
         self._running: list[str] = []
@@ -166,7 +169,7 @@ class Lane:
             if self._closed:
                 raise LohanError(f"lane {self.name!r} is closed: cannot submit {label!r}; submit before close()")
             heapq.heappush(self._queue, _Job(priority, next(self._sequence), fn, nbytes, work))
-            self._changed.notify_all()
+            self._queued.notify()
         return work
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -189,6 +192,7 @@ class Lane:
             self._closed = True
             queued, self._queue = sorted(self._queue), []
             self._changed.notify_all()
+            self._queued.notify_all()
         for job in queued:
             job.work._fail(LohanError(f"lane closed: {job.work.label!r} was still queued on lane {self.name!r}"))
         deadline_s = time.monotonic() + timeout_s
@@ -228,7 +232,7 @@ class Lane:
     def _next_job(self) -> _Job | None:
         with self._changed:
             # No timeout: this is the idle state of a daemon, and close() always wakes it.
-            self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+            self._queued.wait_for(lambda: bool(self._queue) or self._closed)
             if not self._queue:
                 return None
             job = heapq.heappop(self._queue)
@@ -251,7 +255,8 @@ class Lane:
         finally:
             with self._changed:
                 self._running.remove(job.work.label)
-                self._changed.notify_all()
+                if not self._running and not self._queue:
+                    self._changed.notify_all()
 
     def _record(self, job: _Job, start_s: float, *, moved_bytes: int) -> None:
         """Before the job is settled, so that whoever waited for it finds it counted."""
