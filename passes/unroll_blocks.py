@@ -97,6 +97,8 @@ class _Blocks:
     def check(self) -> None:
         """Raise ``BlocksDiffer`` unless the inner blocks are equal and follow one another."""
         inner = range(1, LEAST_BLOCKS - 1)
+        if not self.members[_MIDDLE]:
+            raise BlocksDiffer(f"no node is in {self.prefix}.{_MIDDLE}")
         for number in inner:
             if len(self.members[number]) != len(self.members[_MIDDLE]):
                 raise BlocksDiffer(
