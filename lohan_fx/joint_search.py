@@ -25,7 +25,7 @@ from lohan_fx.memory_model import check, missing, resident_bytes
 from lohan_fx.passes.decision_model import Adds, Quantity, Solution
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import Choice, search, useful
-from lohan_fx.plan import Keep, Plan, Swap, Tier
+from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Windows
 from lohan_fx.plan_builder import build_plan, default_homes, saving
 from lohan_fx.prefetch import with_prefetch
 from lohan_fx.problem import Problem
@@ -35,6 +35,8 @@ ATTEMPTS = 4
 """How often decisions are made again because the graphs turned out to need more, or less, memory."""
 WORTH_ASKING = 0.002
 """Share of a step that memory found free must promise to save before the graphs are rewritten once more."""
+WINDOW_SHARES = (1.0, 0.25, 0.0)
+"""Of the windows, tried in this order where not even the least plan fits the device."""
 MOST_INTEGERS = 3000
 OPTIMUM_S = 10.0
 """Most whole numbers and seconds for the exact optimum; beyond them the search's plan has to do."""
@@ -69,7 +71,7 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
         if not missing(problem, everything, peak):
             seconds = step_seconds(problem, hw, everything)
             return _finished(problem, hw, Found(everything, seconds, seconds, seconds, {}, peak), peak)
-    least, least_peak = _least(problem)
+    problem, least, least_peak = _least(problem)
     best: tuple[Found, int] | None = None
     graph_bytes = least_peak - _kept_bytes(least)
     for _ in range(ATTEMPTS):
@@ -182,18 +184,41 @@ def _kept_bytes(plan: Plan) -> int:
     return sum(a.bytes for a in plan.activations if isinstance(a.decision, Keep))
 
 
-def _least(problem: Problem) -> tuple[Plan, int]:
-    """A plan that needs the least memory, and its peak on the device: what must be saved is swapped to NVMe or, where
-    that does not fit, kept (in small models what is in flight can take more than what is kept)."""
-    found: list[tuple[Plan, int]] = []
-    for decision in (Swap(Tier.NVME), Keep()):
-        decisions = saving(problem, problem.activations.mandatory, decision)
-        plan = build_plan(problem, decisions, default_homes(problem, Tier.NVME), Tier.NVME)
-        found.append((plan, problem.device_peak(plan)))
-        if not missing(problem, *found[-1]):
-            return found[-1]
-    check(problem, *min(found, key=lambda pair: pair[1]))
+def _least(problem: Problem) -> tuple[Problem, Plan, int]:
+    """A plan that needs little memory, and its peak on the device: what must be saved is swapped to NVMe or, where that
+    does not fit, kept, if that can be less (what is in flight takes memory too); where neither fits, with smaller
+    windows, which the problem that comes back then has."""
+    found: list[tuple[Problem, Plan, int]] = []
+    for share in WINDOW_SHARES:
+        asked = dataclasses.replace(problem, windows=_narrowed(problem.windows, share))
+        if found and asked.windows == found[-1][0].windows:
+            continue
+        for decision in (Swap(Tier.NVME), Keep()):
+            decisions = saving(problem, problem.activations.mandatory, decision)
+            plan = build_plan(asked, decisions, default_homes(problem, Tier.NVME), Tier.NVME)
+            if _kept_bytes(plan) > _in_flight_bytes(plan):
+                continue
+            found.append((asked, plan, problem.device_peak(plan)))
+            if not missing(problem, *found[-1][1:]):
+                return found[-1]
+    check(problem, *min(found, key=lambda tried: tried[2])[1:])
     raise AssertionError("check raises where nothing fits")
+
+
+def _in_flight_bytes(plan: Plan) -> int:
+    """What swapping the saved activations of ``plan`` may have on the device at once beside what is in use."""
+    saved = [a.bytes for a in plan.activations if not isinstance(a.decision, Recompute)]
+    return plan.windows.swap_in_bytes + 2 * max(saved, default=0)
+
+
+def _narrowed(windows: Windows, share: float) -> Windows:
+    """``windows`` with room for less in flight; one transfer at a time always may be."""
+    return dataclasses.replace(
+        windows,
+        fetch_bytes=int(windows.fetch_bytes * share),
+        swap_in_bytes=int(windows.swap_in_bytes * share),
+        gradient_bytes=int(windows.gradient_bytes * share),
+    )
 
 
 def _needs_drives(problem: Problem, hw: HardwareProfile, least: Plan) -> None:

@@ -142,7 +142,7 @@ def _search(joint: GraphModule, request: Request, num_outputs: int, parameters: 
         backward_s=costs.backward_s,
         budgets=request.budgets,
         windows=request.windows,
-        device_peak=lambda plan: _device_peak(rewritten(plan), plan, request.windows),
+        device_peak=lambda plan: _device_peak(rewritten(plan), plan, plan.windows),
     )
     return make_plan(problem, request.hw)
 

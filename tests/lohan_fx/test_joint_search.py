@@ -24,6 +24,7 @@ from tests.lohan_fx.test_planner import (
     MIB,
     PEAK,
     PROBLEMS,
+    WINDOWS,
     blocks,
     facts,
     fits,
@@ -298,6 +299,20 @@ def test_memory_that_graphs_turn_out_not_to_need_is_used() -> None:
     plan = joint_search(asked, hardware(False))
     assert kept(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE) > 30 * MIB
     assert len(calls) <= 5
+
+
+def test_windows_shrink_where_not_even_the_least_plan_fits_with_them() -> None:
+    wide = replace(WINDOWS, fetch_bytes=16 * MIB, swap_in_bytes=8 * MIB, gradient_bytes=16 * MIB)
+
+    def peak(plan: Plan) -> int:
+        windows = plan.windows
+        return PEAK + kept(plan) + windows.fetch_bytes + windows.swap_in_bytes + windows.gradient_bytes
+
+    for room, share in ((41, 1.0), (30, 0.25), (5, 0.0)):
+        asked = problem(10_000 * MIB, PEAK + room * MIB, shared=False, parameters=facts(megabytes=64))
+        plan = joint_search(replace(asked, windows=wide, device_peak=peak), hardware(False))
+        assert plan.windows.gradient_bytes == share * wide.gradient_bytes
+        assert peak(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE) <= PEAK + room * MIB
 
 
 # --- prefetch -------------------------------------------------------------------------------------------------
