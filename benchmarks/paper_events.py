@@ -64,8 +64,8 @@ class BlockSeconds:
     write: float
 
 
-AHEAD = 2
-"""Blocks by which reads run ahead of the backward: as many slots there are for states, and for what the GPU needs."""
+SLOTS = 3
+"""Blocks whose states, or whose parameters and activations, are in main memory at once (mechanisms B3: 2, 3 for slack)."""
 
 
 def backward_tasks(block: BlockSeconds, blocks: int, order: str) -> list[Task]:
@@ -78,7 +78,8 @@ def backward_tasks(block: BlockSeconds, blocks: int, order: str) -> list[Task]:
     tasks: list[Task] = []
     for i in reversed(range(blocks)):
         above = i + 1 < blocks
-        window = (f"backward{i + AHEAD + 1}",) if i + AHEAD + 1 < blocks else ()
+        full = i + SLOTS < blocks
+        window = (f"backward{i + SLOTS}",) if full else ()
         tasks += [
             Task(f"fetch{i}", "ssd", block.fetch, window),
             Task(f"load{i}", "h2d", block.load, (f"fetch{i}",)),
@@ -89,7 +90,7 @@ def backward_tasks(block: BlockSeconds, blocks: int, order: str) -> list[Task]:
             may_read = (f"gradient{i}", *([f"write{i + 1}"] if above else []))
             may_write = (f"update{i}",)
         else:
-            may_read = window
+            may_read = (*window, *([f"write{i + SLOTS}"] if full else []))
             follows = "read" if order == "optimized" else "update"
             may_write = (f"update{i}", *([f"{follows}{i - 1}"] if i else []))
         tasks += [

@@ -21,6 +21,11 @@ def parameters(size: str) -> float:
     return float(named(f"gpt3-{size}").parameters)
 
 
+def nearest(billions: float) -> str:
+    """The model whose name says so many parameters; what it has is counted (c3.13)."""
+    return min(LOHAN_MODELS, key=lambda size: abs(float(size.rstrip("b")) * 1e9 - billions))
+
+
 # --- LoHan ------------------------------------------------------------------------------------------------------------
 
 
@@ -94,11 +99,11 @@ def zero_infinity_host(e: Evidence) -> tuple[float, float]:
         # The papers' memory sizes are multiples of 128 GB.
         allowed &= (needs("65b") <= gib(memory)) & (needs("65b") > gib(memory - 128)) & (needs("135b") > gib(memory))
     if e.judged != "L-ME-12":
-        trained = e.of("L-ME-12", "max_params") / e.of("L-ME-12", "ratio")
-        allowed &= fixed + trained * each <= gib(768)
+        largest_there = e.of("L-ME-12", "max_params") / e.of("L-ME-12", "ratio")
+        allowed &= needs(nearest(largest_there)) <= gib(768)
     if e.judged != "L-ME-24":
-        single, multi = e.of("L-ME-24", "single"), e.of("L-ME-24", "multi")
-        allowed &= (fixed + single * each <= gib(768)) & (GPUS * fixed + multi * each <= gib(768))
+        single, multi = (nearest(e.of("L-ME-24", key)) for key in ("single", "multi"))
+        allowed &= (needs(single) <= gib(768)) & (needs(multi) + (GPUS - 1) * fixed <= gib(768))
     if e.judged != "L-ME-09":
         assert e.of("L-ME-09", "fails") == "175B"
         allowed &= needs("175b") > gib(768)
