@@ -23,7 +23,7 @@ from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
-from lohan_fx.step_time import parameter_adds, quantities_of_plan, stage_lanes
+from lohan_fx.step_time import fetches_of, parameter_adds, quantities_of_plan, stage_lanes
 
 Homes = tuple[Tier, Tier | None]
 """Where a parameter and its optimizer states live; None for the states of a frozen one."""
@@ -59,9 +59,9 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
     mandatory = Counter(found.activations[name].bytes for name in found.mandatory)
     sizes = sorted({nbytes for part in parts for nbytes in part.bytes if nbytes is not None} | set(mandatory))
     decisions = tuple(_decisions(nbytes, hw, shared=budgets.shared) for nbytes in sizes)
-    alike: dict[tuple[int, int, bool], list[ParameterFacts]] = {}
+    alike: dict[tuple[object, ...], list[ParameterFacts]] = {}
     for p in problem.parameters:
-        alike.setdefault((p.numel, p.bytes, p.trainable), []).append(p)
+        alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name)), []).append(p)
     homes = tuple(_homes(members[0], hw, shared=budgets.shared) for members in alike.values())
     host = budgets.host_memory_bytes - budgets.fixed_bytes - (graph_bytes if budgets.shared else 0)
     return JointModel(
@@ -73,7 +73,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
                 for nbytes, options in zip(sizes, decisions, strict=True)
             ),
             things=tuple(
-                Thing(len(members), tuple(_used(members[0], at, shared=budgets.shared) for at in options))
+                Thing(len(members), tuple(_used(problem, members[0], at) for at in options))
                 for members, options in zip(alike.values(), homes, strict=True)
             ),
             stages=stage_lanes(problem, hw),
@@ -112,12 +112,17 @@ def _moved(nbytes: int, decision: Decision, *, shared: bool) -> Adds:
     return {q.SWAPPED: nbytes, q.HOST if decision == Swap(Tier.HOST) else q.SWAPPED_NVME: nbytes}
 
 
-def _used(p: ParameterFacts, at: Homes, *, shared: bool) -> Adds:
+def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
     runs = OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE
     placed = ParameterPlan(p.name, layer_of_parameter(p.name), p.numel, p.bytes, p.trainable, *at, runs)
+    shared = problem.budgets.shared
     device, host = parameter_bytes(placed, "cpu" if shared else "cuda")
     held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
-    return {quantity: added for quantity, added in {**parameter_adds(placed), **held}.items() if added}
+    return {
+        quantity: added
+        for quantity, added in {**parameter_adds(placed, fetches_of(problem, p.name)), **held}.items()
+        if added
+    }
 
 
 # --- back to a plan -------------------------------------------------------------------------------------------

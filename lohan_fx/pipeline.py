@@ -27,7 +27,7 @@ from lohan_fx.passes.insert_swaps import insert_swaps
 from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
-from lohan_fx.passes.traffic import traffic
+from lohan_fx.passes.traffic import fetch_counts, traffic
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import ParameterPlan, Plan, Prediction, Windows
 from lohan_fx.plan_builder import homes_only
@@ -132,7 +132,8 @@ def _search(joint: GraphModule, request: Request, num_outputs: int, parameters: 
     def rewritten(plan: Plan) -> Halves:
         return _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
 
-    costs = traffic(rewritten(_keep_everything(request)), _keep_everything(request), seconds)
+    keeping = rewritten(_keep_everything(request))
+    costs = traffic(keeping, _keep_everything(request), seconds)
     problem = Problem(
         policy=request.policy,
         compute_dtype=request.compute_dtype,
@@ -143,6 +144,7 @@ def _search(joint: GraphModule, request: Request, num_outputs: int, parameters: 
         budgets=request.budgets,
         windows=request.windows,
         device_peak=lambda plan: _device_peak(rewritten(plan), plan, plan.windows),
+        fetches=fetch_counts(keeping),
     )
     return make_plan(problem, request.hw)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.plan import Plan, Windows
@@ -46,7 +46,8 @@ class Problem:
     """Everything the planner decides from.
 
     ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
-    home on the device aside.
+    home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there;
+    once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
     """
 
     policy: str
@@ -58,3 +59,4 @@ class Problem:
     budgets: Budgets
     windows: Windows
     device_peak: Callable[[Plan], int]
+    fetches: Mapping[str, tuple[int, int]] = field(default_factory=dict)

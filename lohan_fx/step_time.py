@@ -11,17 +11,26 @@ from lohan_fx.plan import ParameterPlan, Plan, Recompute, Stage, Swap, Tier
 from lohan_fx.problem import STATE_BYTES, Problem
 
 
-def parameter_adds(p: ParameterPlan) -> dict[Quantity, float]:
-    """What one parameter adds to a step's traffic: it is fetched once per stage, and updated in the backward."""
+def parameter_adds(p: ParameterPlan, fetches: tuple[int, int]) -> dict[Quantity, float]:
+    """What one parameter that is fetched so often (forward, backward) and updated in the backward adds to traffic."""
+    forward, backward = (p.bytes * times if p.home is not Tier.DEVICE else 0 for times in fetches)
+    streamed = p.home is Tier.NVME
     away = p.states_home is Tier.NVME
     # Where the master is also what the graph computes with, writing the states back writes it.
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
     return {
-        Quantity.FETCHED: 0 if p.home is Tier.DEVICE else p.bytes,
-        Quantity.FETCHED_NVME: p.bytes if p.home is Tier.NVME else 0,
+        Quantity.FETCHED_FORWARD: forward,
+        Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
+        Quantity.FETCHED_BACKWARD: backward,
+        Quantity.FETCHED_BACKWARD_NVME: backward if streamed else 0,
         Quantity.STATES: STATE_BYTES * p.numel if away else 0,
         Quantity.COPIED: p.bytes if copied else 0,
     }
+
+
+def fetches_of(problem: Problem, parameter: str) -> tuple[int, int]:
+    """How often (forward, backward) fetch ``parameter``."""
+    return problem.fetches.get(parameter, (1, 1))
 
 
 def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
@@ -29,7 +38,7 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     found = problem.activations
     total: dict[Quantity, float] = dict.fromkeys(Quantity, 0)
     for p in plan.parameters:
-        for quantity, added in parameter_adds(p).items():
+        for quantity, added in parameter_adds(p, fetches_of(problem, p.name)).items():
             total[quantity] += added
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
     total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
@@ -41,16 +50,15 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
 def work_of(problem: Problem, total: Adds) -> cost.Work:
     """The step's work, with everything updated in the backward."""
     trained = [p for p in problem.parameters if p.trainable]
-    fetched, fetched_nvme = int(total.get(Quantity.FETCHED, 0)), int(total.get(Quantity.FETCHED_NVME, 0))
     states = int(total.get(Quantity.STATES, 0))
     return cost.Work(
         forward_s=problem.forward_s,
         backward_s=problem.backward_s,
         recompute_s=total.get(Quantity.RECOMPUTE_S, 0.0),
-        fetched_forward_bytes=fetched,
-        fetched_forward_nvme_bytes=fetched_nvme,
-        fetched_backward_bytes=fetched,
-        fetched_backward_nvme_bytes=fetched_nvme,
+        fetched_forward_bytes=int(total.get(Quantity.FETCHED_FORWARD, 0)),
+        fetched_forward_nvme_bytes=int(total.get(Quantity.FETCHED_FORWARD_NVME, 0)),
+        fetched_backward_bytes=int(total.get(Quantity.FETCHED_BACKWARD, 0)),
+        fetched_backward_nvme_bytes=int(total.get(Quantity.FETCHED_BACKWARD_NVME, 0)),
         swapped_bytes=int(total.get(Quantity.SWAPPED, 0)),
         swapped_nvme_bytes=int(total.get(Quantity.SWAPPED_NVME, 0)),
         gradient_bytes=sum(p.bytes for p in trained),
@@ -72,14 +80,16 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     """
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
-    forward = _links(cost.forward_stage(nothing, hw), {Lane.H2D: {q.FETCHED: 1 / h2d}, Lane.D2H: {q.SWAPPED: 1 / d2h}})
+    forward = _links(
+        cost.forward_stage(nothing, hw), {Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d}, Lane.D2H: {q.SWAPPED: 1 / d2h}}
+    )
     backward = _links(
         cost.backward_stage(nothing, hw),
-        {Lane.COMPUTE: {q.RECOMPUTE_S: 1.0}, Lane.H2D: {q.FETCHED: 1 / h2d, q.SWAPPED: 1 / h2d}},
+        {Lane.COMPUTE: {q.RECOMPUTE_S: 1.0}, Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d}},
     )
     if hw.nvme:
-        forward += _ssd(hw, (q.FETCHED_NVME,), (q.SWAPPED_NVME,))
-        backward += _ssd(hw, (q.FETCHED_NVME, q.SWAPPED_NVME, q.STATES), (q.STATES, q.COPIED))
+        forward += _ssd(hw, (q.FETCHED_FORWARD_NVME,), (q.SWAPPED_NVME,))
+        backward += _ssd(hw, (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES), (q.STATES, q.COPIED))
     return forward, backward
 
 

@@ -6,6 +6,7 @@ Ensures: a value; the graphs are unchanged. Bytes are exact: what the runtime wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import sympy
@@ -61,6 +62,14 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
 def swap_sizes_bytes(halves: Halves) -> list[int]:
     """Bytes of each activation that goes to NVMe."""
     return [_swapped_bytes(n) for n in _calls(halves.forward, ops.SWAP_OUT) if n.args[2] == Tier.NVME]
+
+
+def fetch_counts(halves: Halves) -> dict[str, tuple[int, int]]:
+    """How often the forward and the backward fetch each parameter, by its name."""
+    forward, backward = (
+        Counter(meta.origin(n) or "" for n in _calls(gm, ops.FETCH)) for gm in (halves.forward, halves.backward)
+    )
+    return {name: (forward[name], backward[name]) for name in {**forward, **backward}}
 
 
 def _computing(gm: GraphModule | None) -> list[Node]:

@@ -37,15 +37,24 @@ moved = st.integers(0, 10**10)
 
 @given(machines(), st.floats(0, 5), moved, moved, moved, moved, st.floats(0, 1), st.floats(0, 1))
 def test_the_lines_are_the_cost_model(
-    hw: HardwareProfile, again: float, swapped: int, fetched: int, states: int, copied: int, part: float, other: float
+    hw: HardwareProfile,
+    again: float,
+    swapped: int,
+    fetched: int,
+    states: int,
+    copied: int,
+    part: float,
+    other: float,
 ) -> None:
     asked = problem(10**10, 10**10, shared=hw.device == "cpu")
     total = {
         Quantity.RECOMPUTE_S: again,
         Quantity.SWAPPED: swapped,
         Quantity.SWAPPED_NVME: int(part * swapped),
-        Quantity.FETCHED: fetched,
-        Quantity.FETCHED_NVME: int(other * fetched),
+        Quantity.FETCHED_FORWARD: fetched,
+        Quantity.FETCHED_FORWARD_NVME: int(other * fetched),
+        Quantity.FETCHED_BACKWARD: 2 * fetched,
+        Quantity.FETCHED_BACKWARD_NVME: int(part * fetched),
         Quantity.STATES: states,
         Quantity.COPIED: copied,
     }
@@ -63,11 +72,14 @@ def test_without_drives_there_is_no_ssd_lane() -> None:
 def test_what_a_plan_moves(home: Tier, states: Tier) -> None:
     asked = problem(10**10, 10**10, shared=False)
     plan = build_plan(asked, {}, default_homes(asked, home), states)
+    asked = replace(asked, fetches={"layers.0.fc.weight": (2, 0)})
     total = quantities_of_plan(asked, plan)
     large = [p for p in asked.parameters if p.numel > 1 << 15]
     trained = [p for p in large if p.trainable]
-    away = sum(p.bytes for p in large)
-    assert total[Quantity.FETCHED] == (0 if home is Tier.DEVICE else away)
-    assert total[Quantity.FETCHED_NVME] == (away if home is Tier.NVME else 0)
+    away, tied = sum(p.bytes for p in large), large[0].bytes
+    assert total[Quantity.FETCHED_FORWARD] == (0 if home is Tier.DEVICE else away + tied)
+    assert total[Quantity.FETCHED_BACKWARD] == (0 if home is Tier.DEVICE else away - tied)
+    assert total[Quantity.FETCHED_FORWARD_NVME] == (away + tied if home is Tier.NVME else 0)
+    assert total[Quantity.FETCHED_BACKWARD_NVME] == (away - tied if home is Tier.NVME else 0)
     assert total[Quantity.STATES] == (12 * sum(p.numel for p in trained) if states is Tier.NVME else 0)
     assert total[Quantity.COPIED] == (sum(p.bytes for p in trained) if home is Tier.NVME else 0)

@@ -8,7 +8,7 @@ import pytest
 
 from lohan_fx import meta, ops
 from lohan_fx.cost import Work
-from lohan_fx.passes.traffic import swap_sizes_bytes, traffic
+from lohan_fx.passes.traffic import fetch_counts, swap_sizes_bytes, traffic
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
 from tests.passes.graphs import MODELS, captured, flops_as_seconds, nodes, plan_for, rewrite
 
@@ -37,6 +37,12 @@ def test_everything_on_nvme_by_hand() -> None:
         state_write_bytes=12 * (32 + 32 + 8),  # the fp32 master is what the graph computes with
         adam_parameters=32 + 32 + 8,
     )
+
+
+def test_how_often_parameters_are_fetched() -> None:
+    found = captured("two-layers")
+    counts = fetch_counts(rewrite(found, plan_for(found, Keep())))
+    assert sorted(counts.values()) == [(1, 0), (1, 0), (1, 1)]  # only the second weight leads on to a gradient
 
 
 def test_what_is_recomputed_costs_its_time_and_the_parameters_it_reads() -> None:
