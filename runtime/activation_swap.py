@@ -29,7 +29,7 @@ from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
-from lohan_fx.runtime.parameter_stream import wait_for
+from lohan_fx.runtime.parameter_stream import on_pages, read_in_place, wait_for
 
 
 @dataclass
@@ -164,15 +164,19 @@ class ActivationSwap:
                 "run the forward again for each backward"
             )
         machine = self._machine
-        value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)
+        memory = None
+        if away.region is None and away.dense and machine.link.shares_memory:
+            value, memory = on_pages(away.size, away.dtype, away.stride)
+        else:
+            value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)
         landing = value if away.dense else torch.empty(away.size, dtype=away.dtype, device=machine.device)
-        flat = _flat_bytes(landing)
+        flat = _flat_bytes(landing) if memory is None else memory
         pieces = [(0, away.nbytes)] if away.region is not None else machine.pieces(away.nbytes)
         back = Arrival(f"swap_in of {tuple(away.shown)}", len(pieces))
-        after = machine.link.mark()
         back.then(functools.partial(self._give_up_place, away))
         # Reads start only when the writes are done; chained, so that no ssd thread blocks on another one's job.
-        away.left.then(functools.partial(self._return, away, back, flat, pieces, after))
+        start = functools.partial(self._start_read, away, back, flat, memory is not None, machine.link.mark())
+        away.left.then(functools.partial(self._return, away, back, pieces, start))
         shown = value if away.shown == away.size else value.expand(away.shown)
         # ``shown`` is an argument so that it lives until it is waited for.
         ops.expect(shown, functools.partial(self._landed, back, value, landing, shown))
@@ -185,19 +189,28 @@ class ActivationSwap:
             value.copy_(landing)
 
     def _return(
-        self, away: _Swapped, back: Arrival, flat: torch.Tensor, pieces: list[tuple[int, int]], after: Moment
+        self, away: _Swapped, back: Arrival, pieces: list[tuple[int, int]], start: Callable[[int, int], None]
     ) -> None:
-        machine = self._machine
         for offset, nbytes in pieces:
-            destination = flat[offset : offset + nbytes]
             if away.left.error is not None:
                 back.part_done(away.left.error)
-            elif away.region is not None:
-                copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
-                machine.h2d.submit(copy, label=back.label)
             else:
-                read = functools.partial(self._read, away, back, destination, offset, after)
-                machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
+                start(offset, nbytes)
+
+    def _start_read(
+        self, away: _Swapped, back: Arrival, flat: torch.Tensor, in_place: bool, after: Moment, offset: int, nbytes: int
+    ) -> None:
+        """Start the way back of one piece, into its place in ``flat``."""
+        machine, destination = self._machine, flat[offset : offset + nbytes]
+        if away.region is not None:
+            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
+            machine.h2d.submit(copy, label=back.label)
+            return
+        read = functools.partial(self._read, away, back, destination, offset, after)
+        if in_place:
+            assert away.extent is not None
+            read = functools.partial(read_in_place, machine, back, away.extent, offset, flat, nbytes)
+        machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
 
     def _read(self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, after: Moment) -> None:
         machine = self._machine

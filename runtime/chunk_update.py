@@ -34,7 +34,10 @@ class Purpose(enum.Enum):
 
 @dataclass
 class ChunkUpdate:
-    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered."""
+    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered.
+
+    ``gradient``: where the gradient was copied to; ``in_place``: the gradient itself, where host and device share memory.
+    """
 
     chunk: Chunk
     purpose: Purpose
@@ -42,6 +45,8 @@ class ChunkUpdate:
     adds: bool
     steps_done: int
     gradient: Buffer | None = None
+    in_place: torch.Tensor | None = None
+    left: Countdown | None = None
     states: StateBuffer | None = None
     reads: list[Work[None]] = field(default_factory=list)
     failure: BaseException | None = None
@@ -49,6 +54,21 @@ class ChunkUpdate:
     @property
     def updates(self) -> bool:
         return self.purpose is Purpose.APPLY
+
+    def arrived(self) -> torch.Tensor | None:
+        """The gradient, or None where only what is held is applied."""
+        if self.gradient is None:
+            return self.in_place
+        dtype = self.chunk.parameter.compute_dtype
+        return self.gradient.tensor[: self.chunk.elements * dtype.itemsize].view(dtype)
+
+    def let_gradient_go(self) -> None:
+        """Give up the gradient's memory. Idempotent."""
+        if self.gradient is not None:
+            self.gradient.release()
+        left, self.gradient, self.in_place, self.left = self.left, None, None, None
+        if left is not None:
+            left.one_less()
 
     def compute(self, machine: Machine, arrived: torch.Tensor | None) -> None:
         """The arithmetic: sum, update, cast."""

@@ -21,6 +21,8 @@ class DeviceLink(Protocol):
     """How bytes move between the host and the device."""
 
     device: torch.device
+    shares_memory: bool
+    """Whether the host's threads read and write the device's memory as it is, so that nothing need be copied."""
 
     def mark(self) -> Moment: ...
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment: ...
@@ -30,10 +32,14 @@ class DeviceLink(Protocol):
 
 
 class CpuLink:
-    """The compute device is the CPU: a copy is a memory copy on the lane's thread."""
+    """The compute device is the CPU: a copy is a memory copy on the lane's thread.
 
-    def __init__(self) -> None:
+    ``shares_memory`` False makes the runtime copy all the same, as beside a GPU.
+    """
+
+    def __init__(self, *, shares_memory: bool = True) -> None:
         self.device = torch.device("cpu")
+        self.shares_memory = shares_memory
 
     def mark(self) -> Moment:
         return None
@@ -52,6 +58,8 @@ class CpuLink:
 
 class CudaLink:
     """One stream per direction beside the compute stream; host memory is pinned, so copies are asynchronous."""
+
+    shares_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -6,9 +6,9 @@ chunk i-1 is queued before the write of chunk i (LoHan IV-C; Fuyou 4.3), so that
 neighbouring chunks overlap each other and the backward.
 
 Guarantees: memory is the pool's "optimizer" and "gradients" reservations, whatever the size of a parameter. A
-gradient on the device lives only until its chunks are copied; ``offer`` blocks while more than ``window_bytes`` of
-them wait. ``barrier`` returns once everything offered is in place, or raises the first failure, after which the
-optimizer refuses more work.
+gradient on the device lives only until its chunks are copied (where host and device share memory: updated);
+``offer`` blocks while more than ``window_bytes`` of them wait. ``barrier`` returns once everything offered is in
+place, or raises the first failure, after which the optimizer refuses more work.
 
 Assumes: one gradient per parameter and backward (``verify``); chunks of one parameter come in order; the update of a
 parameter is not offered again before ``barrier``.
@@ -20,7 +20,7 @@ import copy
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -80,15 +80,16 @@ class OutOfCoreOptimizer:
                     self._wait(lambda: not self._window_used or self._window_used + nbytes <= self._window_bytes)
             self._window_used += nbytes
             self._unfinished += len(jobs)
-        after = self._machine.link.mark()
-        left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
-        for job in jobs:
-            source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
-            leave = functools.partial(self._leave, job, source, after, left)
-            with self._no_job_lost():
-                self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
         if not jobs:
             self._free_window(nbytes)
+            return
+        left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
+        leaves = [functools.partial(self._leave, job, flat, self._machine.link.mark(), left) for job in jobs]
+        if self._machine.link.shares_memory:
+            leaves = [functools.partial(self._leave_in_place, jobs, flat, left)]
+        for leave in leaves:
+            with self._no_job_lost():
+                self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
 
     def _in_memory(self, parameter: ParameterSlot, purpose: Purpose, jobs: list[ChunkUpdate]) -> bool:
         """Whether nothing has to move: the parameter, its states and its sum are in the device's memory."""
@@ -160,8 +161,16 @@ class OutOfCoreOptimizer:
 
     # --- on the d2h lane --------------------------------------------------------------------------------------
 
-    def _leave(self, job: ChunkUpdate, source: torch.Tensor, after: Moment, left: Countdown) -> None:
+    def _leave_in_place(self, jobs: Sequence[ChunkUpdate], flat: torch.Tensor, left: Countdown) -> None:
+        """Nothing is copied: the window counts the gradient until all its chunks are updated."""
+        for job in jobs:
+            with self._finished_if_failing(job):
+                job.in_place, job.left = flat[job.chunk.start : job.chunk.start + job.chunk.elements], left
+                self._arrive(job)
+
+    def _leave(self, job: ChunkUpdate, flat: torch.Tensor, after: Moment, left: Countdown) -> None:
         machine, label = self._machine, f"gradient of {job.chunk.parameter.name}"
+        source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
         with self._finished_if_failing(job):
             try:
                 job.gradient = machine.pool.acquire("gradients")
@@ -230,15 +239,8 @@ class OutOfCoreOptimizer:
         wait_for_all(job.reads)
         if job.failure is not None:
             raise job.failure
-        chunk = job.chunk
-        arrived = None
-        if job.gradient is not None:
-            dtype = chunk.parameter.compute_dtype
-            arrived = job.gradient.tensor[: chunk.elements * dtype.itemsize].view(dtype)
-        job.compute(self._machine, arrived)
-        if job.gradient is not None:
-            job.gradient.release()
-            job.gradient = None
+        job.compute(self._machine, job.arrived())
+        job.let_gradient_go()
         writes = states.to_write()
         done = Countdown(len(writes), functools.partial(self._finished, job, None))
         for extent, offset, memory, nbytes in writes:
@@ -260,8 +262,7 @@ class OutOfCoreOptimizer:
         """The job is over, well or not: give back its buffers and count it."""
         with suppress(Exception):
             wait_for_all(job.reads)
-        if job.gradient is not None:
-            job.gradient.release()
+        job.let_gradient_go()
         if job.states is not None:
             job.states.buffer.release()
         with self._changed:
@@ -301,9 +302,9 @@ class OutOfCoreOptimizer:
         self._machine.drain(timeout_s)
         with self._changed:
             for job in (*self._arrived, *self._reading):
-                for buffer in (job.gradient, job.states.buffer if job.states else None):
-                    if buffer is not None:
-                        buffer.release()
+                job.let_gradient_go()
+                if job.states is not None:
+                    job.states.buffer.release()
             self._arrived.clear()
             self._reading.clear()
             self._error, self._error_raised = None, False

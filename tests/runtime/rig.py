@@ -24,7 +24,9 @@ ARENA_BYTES = 16 * PAGE_BYTES
 
 
 @contextlib.contextmanager
-def machine(directory: Path, backend: FaultyBackend | None = None, *, buffers: int = 2) -> Iterator[Machine]:
+def machine(
+    directory: Path, backend: FaultyBackend | None = None, *, buffers: int = 2, shares_memory: bool = True
+) -> Iterator[Machine]:
     """At the end every buffer must be back, apart from that of the activations, unless the test closed it all itself."""
     pool = HostPool(
         {
@@ -39,7 +41,7 @@ def machine(directory: Path, backend: FaultyBackend | None = None, *, buffers: i
     made = Machine(
         store=NvmeStore([directory], backend=backend),
         pool=pool,
-        link=CpuLink(),
+        link=CpuLink(shares_memory=shares_memory),
         timeline=Timeline(),
         ssd=Lane("ssd", threads=3),
         h2d=Lane("h2d"),

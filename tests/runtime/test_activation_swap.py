@@ -46,10 +46,16 @@ class Rig:
         return region is not None
 
 
+@pytest.fixture(params=[True, False], ids=["in place", "copied"])
+def shares_memory(request: pytest.FixtureRequest) -> bool:
+    """Whether what comes back is read to where it belongs, as on a CPU, or copied there, as beside a GPU."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path, shares_memory: bool) -> Iterator[Rig]:
     backend = FaultyBackend()
-    with machine(tmp_path, backend) as made:
+    with machine(tmp_path, backend, shares_memory=shares_memory) as made:
         yield Rig(made, backend)
         gc.collect()
         assert not ops._expected.arrivals
@@ -207,6 +213,7 @@ def test_a_read_that_fails(fault: Fault, piece: int, rig: Rig) -> None:
     assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
 
 
+@pytest.mark.parametrize("shares_memory", [False], indirect=True)
 @pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_copy_that_fails(direction: str, tier: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,19 +86,31 @@ class Rig:
             assert torch.equal(streamed, found.detach().reshape(-1).to(streamed.dtype))
 
 
+@pytest.fixture(params=[True, False], ids=["in place", "copied"])
+def shares_memory(request: pytest.FixtureRequest) -> bool:
+    """Whether gradients are updated from where they are, as on a CPU, or copied first, as beside a GPU."""
+    return bool(request.param)
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def any_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    yield from rigged(tmp_path, compute=request.param)
+def any_rig(request: pytest.FixtureRequest, tmp_path: Path, shares_memory: bool) -> Iterator[Rig]:
+    yield from rigged(tmp_path, compute=request.param, shares_memory=shares_memory)
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    yield from rigged(tmp_path)
+def rig(tmp_path: Path, shares_memory: bool) -> Iterator[Rig]:
+    yield from rigged(tmp_path, shares_memory=shares_memory)
 
 
-def rigged(directory: Path, *, compute: torch.dtype = torch.float32, window_bytes: int = 1 << 30) -> Iterator[Rig]:
+def rigged(
+    directory: Path,
+    *,
+    compute: torch.dtype = torch.float32,
+    window_bytes: int = 1 << 30,
+    shares_memory: bool = True,
+) -> Iterator[Rig]:
     backend = FaultyBackend()
-    with machine(directory, backend) as made:
+    with machine(directory, backend, shares_memory=shares_memory) as made:
         yield Rig(made, backend, compute=compute, window_bytes=window_bytes)
 
 
@@ -194,8 +206,8 @@ def test_a_parameter_of_no_elements(tmp_path: Path) -> None:
 # --- the window -----------------------------------------------------------------------------------------------
 
 
-def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path) -> None:
-    for rig in rigged(tmp_path, window_bytes=4 * ELEMENTS):
+def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path, shares_memory: bool) -> None:
+    for rig in rigged(tmp_path, window_bytes=4 * ELEMENTS, shares_memory=shares_memory):
         gate = threading.Event()
         rig.machine.d2h.submit(gate.wait)
         rig.optimizer.offer(0, rig.gradient(0, 0), Purpose.APPLY, OPTIONS)  # fills the window
@@ -217,8 +229,8 @@ def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path) -> None:
         assert rig.machine.timeline.stall_s > 0
 
 
-def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path) -> None:
-    for rig in rigged(tmp_path, window_bytes=1):
+def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path, shares_memory: bool) -> None:
+    for rig in rigged(tmp_path, window_bytes=1, shares_memory=shares_memory):
         for seed in range(2):
             rig.offer(seed)
             rig.optimizer.barrier(PATIENCE_S)
@@ -295,6 +307,7 @@ def test_everything_fails_at_once(rig: Rig) -> None:
     starts_over(rig)
 
 
+@pytest.mark.parametrize("shares_memory", [False], indirect=True)
 def test_a_copy_from_the_device_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(rig.machine.link, "copy_out", raises(MemoryError("no staging")), raising=True)
