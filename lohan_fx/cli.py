@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     code: int | None = 0
     try:
-        arguments = _parser().parse_args(argv)
+        parser = _parser()
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            (arguments.parser if arguments.command == "plan" else parser).error(message)
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         code = run(arguments)
         sys.stdout.flush()
@@ -76,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lohan-fx {lohan_fx.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_dump(commands.add_parser("dump", help="show a plan, or the graphs of a model", description=_DUMP))
-    add_plan(commands.add_parser("plan", help="does a model fit, how fast, what to buy", description=DESCRIPTION))
+    plan = commands.add_parser("plan", help="does a model fit, how fast, what to buy", description=DESCRIPTION)
+    plan.set_defaults(parser=plan)
+    add_plan(plan)
     _add_measure(commands.add_parser("measure", help="measure this machine", description=_MEASURE))
     return parser
 

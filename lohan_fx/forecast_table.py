@@ -73,8 +73,13 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
 def _throughput(found: Forecast) -> str:
     subject = found.subject
     if subject.unit == "images":
-        return f"{found.samples_per_s:,.3g} images/s ({found.tokens_per_s:,.4g} tokens/s)"
-    return f"{found.tokens_per_s:,.4g} {_COUNTS[subject.unit]}"
+        return f"{format_rate(found.samples_per_s)} images/s ({format_rate(found.tokens_per_s)} tokens/s)"
+    return f"{format_rate(found.tokens_per_s)} {_COUNTS[subject.unit]}"
+
+
+def format_rate(per_s: float) -> str:
+    """``55.5``, ``8,731``: at least three digits, and no exponent where there are many."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:,.3g}"
 
 
 def _recomputed(found: Forecast) -> str:

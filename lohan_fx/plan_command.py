@@ -111,7 +111,7 @@ def _of_the_user(error: BaseException) -> Any:
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    if arguments.model is None:
+    if not arguments.model:
         raise ValueError(
             "--model is missing: a preset (--list shows them), a folder with a config.json, or FILE.py:FUNCTION"
         )

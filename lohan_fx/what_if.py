@@ -11,7 +11,7 @@ from typing import Any
 from lohan_fx.budgets import parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecast import Asked, Forecast, Subject, forecast
-from lohan_fx.forecast_table import forecast_data
+from lohan_fx.forecast_table import forecast_data, format_rate
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan_table import table
 from lohan_fx.policies import POLICIES, named
@@ -233,7 +233,7 @@ def rows_text(title: str, rows: Sequence[Row]) -> str:
                 str(found.lowest_tier),
                 format_seconds(found.step_s),
                 simulated,
-                f"{found.tokens_per_s:,.4g}" if found.subject.unit == "tokens" else f"{found.samples_per_s:,.3g}",
+                format_rate(found.tokens_per_s if found.subject.unit == "tokens" else found.samples_per_s),
                 f"{found.flops_per_s / 1e12:,.1f}",
                 binds,
                 format_bytes(found.prediction.peak_bytes["host"]),

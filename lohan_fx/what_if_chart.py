@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lohan_fx.forecast_table import format_rate
 from lohan_fx.timeline_chart import figure_modules
 from lohan_fx.what_if import Row
 
@@ -33,8 +34,10 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     ]
     bars = top.bar(range(len(rows)), rates, color=_LANES["compute"], width=0.7)
     top.bar_label(
-        bars, ["does not fit" if row.found is None else f"{rate:,.3g}" for row, rate in zip(rows, rates, strict=True)]
+        bars,
+        ["does not fit" if row.found is None else format_rate(rate) for row, rate in zip(rows, rates, strict=True)],
     )
+    top.margins(y=0.12)
     top.set_ylabel(f"{unit} per second")
     width = 0.8 / len(_LANES)
     for place, (lane, color) in enumerate(_LANES.items()):
@@ -47,7 +50,7 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     steps = [row.found.step_s if row.found else float("nan") for row in rows]
     bottom.plot(range(len(rows)), steps, "k_", markersize=24, markeredgewidth=2, label="step")
     bottom.set_ylabel("seconds per step")
-    bottom.legend(ncols=6, frameon=False, fontsize=9)
+    bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, frameon=False, fontsize=9)
     for axes in (top, bottom):
         axes.set_xticks(range(len(rows)), labels, rotation=0 if len(rows) < 9 else 45)
         axes.set_axisbelow(True)

@@ -1,0 +1,297 @@
+"""``lohan-fx plan``: what it says, its exit codes, and one line where the input is bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lohan_fx import what_if
+from lohan_fx.cli import main
+from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.hardware_file import write
+
+CONFIG = {"model_type": "gpt2", "n_embd": 128, "n_layer": 7, "n_head": 2, "vocab_size": 512, "n_positions": 128}
+PRESET = "rtx4090-12xP5510"
+FUNCTIONS = """
+import torch
+from torch import nn
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(7))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x.to(layer.weight.dtype)))
+        return x.mean()
+
+def stack(batch=4):
+    return Stack(), {"x": torch.zeros(batch, 64)}
+
+def deeper():
+    return missing
+
+def raises():
+    return deeper()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with the config of a small model."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path / "small")
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "planned_stacks.py"
+    path.write_text(FUNCTIONS)
+    yield str(path)
+    sys.modules.pop("planned_stacks", None)
+
+
+@pytest.fixture
+def no_drive(tmp_path: Path) -> str:
+    write(dataclasses.replace(HardwareProfile.preset(PRESET), nvme=()), tmp_path / "bare.toml")
+    return str(tmp_path / "bare.toml")
+
+
+def plan(model: str, *others: str, hw: str = PRESET) -> int:
+    torch._dynamo.reset()
+    shape = ["--seq", "64"] if "--seq" not in others and ".py:" not in model else []
+    return main(["plan", "--model", model, "--hw", hw, *shape, *others])
+
+
+def answered(capsys: pytest.CaptureFixture[str], model: str, *others: str, hw: str = PRESET) -> dict[str, Any]:
+    assert plan(model, "--json", *others, hw=hw) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# --- what it says ---------------------------------------------------------------------------------------------
+
+
+def test_the_answer_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--batch", "2", "--formula") == 0
+    text = capsys.readouterr().out
+    for words in (
+        "small: ", "2 x 64 tokens per step", "fits", "by formula", "simulated", "tokens/s", "TFLOPS", "bound in forward",
+        "more than", "peak on device", "peak in host memory", "disk needed", "NVMe traffic", "drive wear", "cost",
+        "per million tokens", "assumed: drives", "optimizer states", "T_f = ",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_the_answer_as_data_adds_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--batch", "2", "--policy", "swap-nvme")
+    assert found["fits"] is True and found["lowest_tier"] == "nvme"
+    assert found["tokens"] == 128 and found["tokens_per_s"] == pytest.approx(128 / found["step_s"])
+    assert found["flops_per_s"] == pytest.approx(found["flops"] / found["step_s"])
+    assert found["step_s"] == pytest.approx(sum(max(lanes.values()) for lanes in found["lanes_s"].values()))
+    assert found["simulated_step_s"] >= 0.99 * found["step_s"]
+    assert found["disk_bytes"] > 14 * found["parameters"]
+    capacity = sum(drive.capacity_bytes for drive in HardwareProfile.preset(PRESET).nvme)
+    wear_s = ENDURANCE_WRITES * capacity / found["nvme_write_bytes"] * found["step_s"]
+    assert found["wear_years"] == pytest.approx(wear_s / YEAR_S)
+
+
+def test_a_function_of_a_file(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, f"{functions}:stack", "--batch", "8")
+    assert (found["samples"], found["parameters"]) == (8, 7 * (64 * 64 + 64))
+
+
+def test_a_picture_of_the_simulated_step(model: str, tmp_path: Path) -> None:
+    assert plan(model, "--png", str(tmp_path / "step.png")) == 0
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--list"]) == 0
+    assert "gpt3-175b" in capsys.readouterr().out
+
+
+# --- several at once ------------------------------------------------------------------------------------------
+
+
+def test_policies_side_by_side(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--compare", "recompute,lohan,zero-infinity")
+    assert {row["case"] for row in found["rows"]} == {"recompute", "lohan", "zero-infinity"}
+    steps = [row["step_s"] for row in found["rows"]]
+    assert steps == sorted(steps) and found["best"] == "lohan"
+    assert plan(model, "--compare", "recompute,lohan", "--no-simulation", "--png", str(tmp_path / "c.png")) == 0
+    assert (tmp_path / "c.png").exists()
+    assert "best: lohan" in capsys.readouterr().out
+
+
+def test_more_drives_are_not_slower(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--vary", "ssds=1..3", "--policy", "swap-nvme", "--no-simulation")
+    assert [row["case"] for row in found["rows"]] == ["1", "2", "3"]
+    steps = [row["step_s"] for row in found["rows"]]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+
+
+def test_too_little_memory_in_some_cases(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--vary", "host_memory=1MiB,64GiB", "--no-simulation")
+    assert [row["fits"] for row in found["rows"]] == [False, True]
+    assert "too small for any plan" in found["rows"][0]["why_not"]
+
+
+def test_other_gpus_and_shapes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--vary", "gpu=rtx4090,a100", "--no-simulation")
+    assert ["RTX 4090" in row["hardware"] for row in found["rows"]] == [True, False]
+    found = answered(capsys, model, "--vary", "batch=1,2", "--no-simulation")
+    assert [row["tokens"] for row in found["rows"]] == [64, 128]
+
+
+def test_the_best_batch_has_the_most_throughput(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, model, "--best-batch", "--no-simulation", "--device-memory", "40MiB")
+    rates = {row["case"]: row["samples_per_s"] for row in found["rows"] if row["fits"]}
+    assert found["best"] == max(rates, key=lambda case: rates[case])
+    assert len(rates) > 2
+
+
+def test_the_largest_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tried: list[str] = []
+    real = what_if.attempt
+
+    def attempt(label: str, make: Any) -> what_if.Row:
+        tried.append(label)
+        sizes = ("dit-s-2", "dit-b-2", "dit-l-2")
+        return real(label, make) if label in sizes else what_if.Row(label, None, "too large")
+
+    monkeypatch.setattr(what_if, "attempt", attempt)
+    assert main(["plan", "--model", "dit-0.67b", "--max-model", "--hw", PRESET, "--no-simulation"]) == 0
+    assert "best: dit-l-2" in capsys.readouterr().out
+    assert len(tried) <= 4
+
+
+# --- exit code 2 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--host-memory", "--device-memory"])
+def test_what_does_not_fit_says_what_would(model: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, option, "100KiB") == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("does not fit: ") and len(printed.out.splitlines()) == 1
+    assert "would fit" in printed.out or "pass host_memory of at least" in printed.out
+    assert plan(model, option, "100KiB", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--vary", "device_memory=50KiB,100KiB", "--no-simulation") == 2
+    assert "none of them fits" in capsys.readouterr().out
+
+
+# --- exit code 1 ----------------------------------------------------------------------------------------------
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    assert printed.err.startswith("lohan-fx: ")
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt3-175"], "did you mean 'gpt3-175b'"),
+        (["--model", "none/such"], "there is no folder"),
+        (["--model", ""], "--model is missing"),
+        ([], "--model is missing"),
+        (["--model", "gpt2", "--policy", "lohann"], "did you mean 'lohan'"),
+        (["--model", "gpt2", "--hw", "rtx4090-12xP551"], "did you mean 'rtx4090-12xP5510'"),
+        (["--model", "gpt2", "--hw", "none.toml"], "no hardware profile at none.toml"),
+        (["--model", "gpt2", "--compute-dtype", "int8"], "--compute-dtype is 'int8'"),
+        (["--model", "gpt2", "--batch", "0"], "--batch is '0'"),
+        (["--model", "gpt2", "--batch=-3"], "--batch is '-3'"),
+        (["--model", "gpt2", "--batch", "many"], "--batch is 'many'"),
+        (["--model", "gpt2", "--batch", "nan"], "--batch is 'nan'"),
+        (["--model", "gpt2", "--batch", "2.5"], "--batch is '2.5'"),
+        (["--model", "gpt2", "--seq", "0"], "--seq is '0'"),
+        (["--model", "gpt2", "--seq", "-1"], "--seq is '-1'"),
+        (["--model", "gpt2", "--seq", "99999"], "gpt2 has positions for 1024"),
+        (["--model", "gpt2", "--host-memory", "0"], "host-memory is '0'"),
+        (["--model", "gpt2", "--device-memory", "nan"], "device-memory is 'nan'"),
+        (["--model", "gpt2", "--host-memory", "4 bananas"], "--host-memory is '4 bananas'"),
+        (["--model", "gpt2", "--vary", ""], "--vary is ''"),
+        (["--model", "gpt2", "--vary", "ssds"], "--vary is 'ssds'"),
+        (["--model", "gpt2", "--vary", "ssds="], "over nothing"),
+        (["--model", "gpt2", "--vary", "ssds=5..1"], "over nothing"),
+        (["--model", "gpt2", "--vary", "ssds=0"], "--vary ssds is '0'"),
+        (["--model", "gpt2", "--vary", "ssds=1..9999"], "at most 64"),
+        (["--model", "gpt2", "--vary", "colour=red"], "expected one of ssds"),
+        (["--model", "gpt2", "--vary", "gpu=voodoo"], "no GPU 'voodoo'"),
+        (["--model", "gpt2", "--compare", ""], "--compare is ''"),
+        (["--model", "gpt2", "--compare", "lohan,zeroinfinity"], "did you mean 'zero-infinity'"),
+        (["--model", "gpt2", "--best-batch", "--batch", "3"], "leave --batch out"),
+        (["--model", "gpt2", "--best-batch", "--max-model"], "not allowed with"),
+        (["--model", "gpt2", "--png", "/none/such/a.png"], "there is no directory"),
+        (["--model", "gpt2", "--nvme", "/tmp"], "--nvme goes with --hw measure"),
+        (["--model", "gpt2", "--frobnicate"], "unrecognized arguments"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: int | str | None = main(["plan", *arguments])
+    except SystemExit as exit_:
+        code = exit_.code
+    assert code == 1
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize("value", ["0", "-1.0", "nan", '"fast"'])
+def test_a_bandwidth_that_is_none(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(HardwareProfile.preset(PRESET), tmp_path / "hw.toml")
+    lines = (tmp_path / "hw.toml").read_text().splitlines()
+    changed = [f"h2d_bytes_per_s = {value}" if line.startswith("h2d_bytes_per_s") else line for line in lines]
+    (tmp_path / "hw.toml").write_text("\n".join(changed))
+    assert main(["plan", "--model", "gpt2", "--hw", str(tmp_path / "hw.toml")]) == 1
+    assert "h2d_bytes_per_s" in one_line(capsys)
+
+
+def test_a_plan_that_needs_a_drive_on_a_machine_without(
+    model: str, no_drive: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--policy", "swap-nvme", hw=no_drive) == 1
+    assert "has no drive: choose a profile with drives" in one_line(capsys)
+    assert plan(model, "--vary", "ssds=1..2", hw=no_drive) == 1
+    assert "has no drive to take more of" in one_line(capsys)
+    assert plan(model, "--policy", "in-memory", hw=no_drive) == 0
+
+
+def test_a_model_too_large_for_the_disk(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hw = HardwareProfile.preset("rtx4090-1xP5510")
+    tiny = dataclasses.replace(hw, nvme=(dataclasses.replace(hw.nvme[0], capacity_bytes=1 << 20),))
+    write(tiny, tmp_path / "tiny.toml")
+    assert plan(model, "--policy", "swap-nvme", hw=str(tmp_path / "tiny.toml")) == 1
+    line = one_line(capsys)
+    assert "bytes are missing" in line and "more drives like these would hold it" in line
+
+
+def test_a_function_that_raises_shows_its_own_traceback(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:raises") == 1
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == "" and lines[0].startswith("Traceback")
+    assert "in raises" in printed.err and "in deeper" in printed.err
+    assert "model_source.py" not in printed.err
+    assert lines[-1].startswith(f"lohan-fx: {functions}:raises failed: NameError")
+
+
+def test_a_function_that_knows_no_batch(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:stack", "--seq", "4") == 1
+    assert "decides that itself" in one_line(capsys)
