@@ -1,0 +1,199 @@
+"""simulator: never below the formula, never above a budget, and what more bandwidth and larger windows change."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lohan_fx import cost, simulate
+from lohan_fx.budgets import make_budgets
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.traffic import traffic
+from lohan_fx.pipeline import Request
+from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from tests.lohan_fx.simulated import DECISIONS, PAGE, drive, machine, run, second_each, windows
+from tests.lohan_fx.test_pipeline import request, trained
+from tests.passes.graphs import captured, plan_for, rewrite
+
+# --- within the plan's memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap-nvme", "swap-host", "in-memory", "lohan"])
+@pytest.mark.parametrize("name", ["two-layers", "dropout"])
+def test_peaks_stay_within_the_plan(name: str, policy: str) -> None:
+    """On a CPU, also where the link is slow. A swapped activation that is still leaving is the one thing that a plan
+    does not count; here the room for gradients holds it."""
+    halves, plan = trained(found := captured(name), counted(request(found, policy=policy)))
+    assert plan.prediction is not None
+    for link in (1e3, 1e9):
+        hw = machine(h2d_bytes_per_s=link, d2h_bytes_per_s=link)
+        step = simulate(halves, plan, hw, node_seconds=second_each)
+        for tier, nbytes in step.peak_bytes.items():
+            assert nbytes <= plan.prediction.peak_bytes[tier]
+            assert nbytes == max(getattr(point, f"{tier}_bytes") for point in step.memory)
+        assert [p.time_s for p in step.memory] == sorted(p.time_s for p in step.memory)
+
+
+def counted(asked: Request) -> Request:
+    """With the host memory that graphs of so many parameters take."""
+    budgets = make_budgets(asked.hw, asked.budgets.host_memory_bytes, None, asked.windows, len(asked.parameters))
+    return dataclasses.replace(asked, budgets=budgets)
+
+
+def test_on_a_gpu_only_what_is_leaving_exceeds_the_plan() -> None:
+    """The thread that launches the graph runs ahead of the device and of the link, and ``swap_out`` never blocks it."""
+    halves, plan = trained(found := captured("dropout"), counted(request(found, policy="swap-nvme")))
+    plan = dataclasses.replace(plan, device="cuda")
+    assert plan.prediction is not None
+    step = simulate(halves, plan, machine(device="cuda", d2h_bytes_per_s=1e3), node_seconds=second_each)
+    swapped = traffic(halves, plan, second_each).swapped_bytes
+    planned = plan.prediction.peak_bytes["device"]
+    assert planned < step.peak_bytes["device"] <= planned + swapped
+
+
+# --- against the formula --------------------------------------------------------------------------------------
+
+
+rates = st.floats(1e3, 1e6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@given(h2d=rates, d2h=rates, adam=rates, read=rates, write=rates, memory=rates, node_s=st.floats(1e-4, 1.0))
+@settings(max_examples=15, deadline=None)
+def test_never_below_the_formula(
+    device: str, h2d: float, d2h: float, adam: float, read: float, write: float, memory: float, node_s: float
+) -> None:
+    """Lane by lane over the whole step. Stage by stage on a CPU where nothing is swapped: what a swap leaves for later
+    the formula counts in the forward, and the thread that launches a GPU's work begins the backward before its time."""
+    hw = machine(
+        h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, adam_parameters_per_s=adam, host_memory_bytes_per_s=memory,
+        nvme=(drive(read, write),),
+    )  # fmt: skip
+    apart = dataclasses.replace(hw, device="cuda")  # compute and Adam are lanes of their own, as here with 1000 cores
+    for halves, plan in examples(device):
+        work = traffic(halves, plan, lambda c: 0.0 if c.is_view else node_s)
+        on = dataclasses.replace(hw, device=device)
+        step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
+        forward, backward = cost.forward_stage(work, apart), cost.backward_stage(work, apart)
+        almost = 1 - 1e-9
+        if device == "cpu" and not work.swapped_bytes:
+            assert step.forward_s >= forward.seconds * almost
+            assert step.backward_s + step.tail_s >= backward.seconds * almost
+        for name in ("compute", "h2d", "d2h", "ssd", "cpu"):
+            assert step.step_s >= (forward.lanes_s[name] + backward.lanes_s[name]) * almost
+
+
+@functools.cache
+def examples(device: str) -> list[tuple[Halves, Plan]]:
+    """A transformer with its activations treated in each way."""
+    found, made = captured("dropout"), []
+    for decision in DECISIONS:
+        given = windows(io_buffers=4, optimizer_buffers=4, gradient_bytes=PAGE)
+        plan = dataclasses.replace(plan_for(found, decision, windows=given), device=device)
+        made.append((rewrite(found, plan), plan))
+    return made
+
+
+# --- what more of anything changes ----------------------------------------------------------------------------
+
+SPEEDS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "adam_parameters_per_s", "host_memory_bytes_per_s")
+
+
+def faster(
+    hw: HardwareProfile, factor: float, names: Iterable[str] = SPEEDS, *, drives: bool = True
+) -> HardwareProfile:
+    changes: dict[str, Any] = {name: factor * getattr(hw, name) for name in names}
+    if drives:
+        (one,) = hw.nvme
+        changes["nvme"] = (drive(factor * one.read_bytes_per_s, factor * one.write_bytes_per_s),)
+    return dataclasses.replace(hw, **changes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("decision", DECISIONS, ids=str)
+def test_all_rates_doubled_halve_the_time(decision: Decision, device: str) -> None:
+    plan = dataclasses.replace(plan_for(found := captured("dropout"), decision), device=device)
+    halves = rewrite(found, plan)
+    hw = machine(device=device, cpu_cores=2, host_memory_bytes_per_s=5e4, memory_bytes_per_s=5e4)
+    slow = simulate(halves, plan, hw, node_seconds=second_each)
+    fast_hw = faster(hw, 2.0, (*SPEEDS, "memory_bytes_per_s"))
+    fast = simulate(halves, plan, fast_hw, node_seconds=lambda c: second_each(c) / 2)
+    assert fast.step_s == pytest.approx(slow.step_s / 2)
+    assert fast.busy_s == pytest.approx({name: seconds / 2 for name, seconds in slow.busy_s.items()})
+    assert fast.bytes == slow.bytes
+
+
+@given(which=st.sampled_from((*SPEEDS, "drives")), factor=st.floats(1.0, 8.0), base=st.floats(0.1, 10.0))
+@settings(max_examples=25, deadline=None)
+def test_more_bandwidth_is_never_much_slower(which: str, factor: float, base: float) -> None:
+    """Not "never slower": a transfer that ends sooner can put another one on the drive before one that compute waits
+    for, as in any schedule by priority that is not interrupted (Graham's anomalies). It costs a few per cent at most."""
+    hw = faster(machine(device="cuda"), base, drives=False)
+    better = faster(hw, factor, [] if which == "drives" else [which], drives=which == "drives")
+    for halves, plan in examples("cuda"):
+        before = simulate(halves, plan, hw, node_seconds=second_each)
+        after = simulate(halves, plan, better, node_seconds=second_each)
+        assert after.step_s <= 1.05 * before.step_s
+
+
+@given(which=st.sampled_from(SPEEDS), factor=st.floats(1.0, 8.0))
+@settings(max_examples=15, deadline=None)
+def test_more_bandwidth_is_never_slower_where_lanes_work_in_order(which: str, factor: float) -> None:
+    """Without a drive every lane works in the order of the graph."""
+    plan = dataclasses.replace(plan_for(captured("dropout"), Keep(), home=Tier.HOST), device="cuda")
+    halves, hw = rewrite(captured("dropout"), plan), machine(device="cuda")
+    before = simulate(halves, plan, hw, node_seconds=second_each)
+    after = simulate(halves, plan, faster(hw, factor, [which], drives=False), node_seconds=second_each)
+    assert after.step_s <= before.step_s * (1 + 1e-9)
+
+
+def with_windows(decision: Decision, **changes: int) -> float:
+    """Seconds of a step whose transfers take about as long as what they are hidden behind."""
+    wide = windows(fetch_bytes=PAGE, swap_in_bytes=PAGE, gradient_bytes=PAGE, optimizer_buffers=2)
+    plan = plan_for(captured("dropout"), decision, windows=dataclasses.replace(wide, **changes))
+    plan = dataclasses.replace(plan, device="cuda")
+    return run(captured("dropout"), plan, machine(device="cuda")).step_s
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=str)
+@pytest.mark.parametrize("window", ["io_buffers", "optimizer_buffers"])
+def test_more_buffers_are_not_slower(window: str, decision: Decision) -> None:
+    seconds = [with_windows(decision, **{window: count}) for count in (2, 4, 16)]
+    assert seconds[1] <= 1.01 * seconds[0] and seconds[2] <= 1.01 * seconds[1]
+
+
+@pytest.mark.parametrize("window", ["fetch_bytes", "gradient_bytes"])
+def test_larger_windows_are_not_much_slower_where_nothing_is_swapped(window: str) -> None:
+    """Not "never", for the reason given above."""
+    seconds = [with_windows(Keep(), **{window: size}) for size in (0, PAGE, 1 << 20)]
+    assert seconds[1] <= 1.02 * seconds[0] and seconds[2] <= 1.02 * seconds[1]
+
+
+def test_fetching_far_ahead_delays_what_is_swapped_in() -> None:
+    """Both have the same priority on the drive, which takes them as they were started: with a window for everything all
+    parameters of the backward are read before the first activation. So a larger window can be slower."""
+    assert with_windows(Swap(Tier.NVME), fetch_bytes=1 << 20) > 1.1 * with_windows(Swap(Tier.NVME))
+
+
+def test_what_compute_needs_goes_before_optimizer_traffic() -> None:
+    """Reads of parameters start while writes of states are queued, and none of those starts while such a read waits."""
+    plan = plan_for(found := captured("dropout"), Recompute(), windows=windows(optimizer_buffers=8, io_buffers=8))
+    step = run(found, plan, machine(), lambda c: second_each(c) / 100)
+    backward = [e for e in step.events if e.lane == "ssd" and e.start_s > step.forward_s]
+    kinds = [e.label.rpartition(":")[2] == "compute" for e in backward]
+    assert True in kinds and kinds.index(True) < len(kinds) - 1 - kinds[::-1].index(False)
+
+
+def test_cores_that_compute_shares_make_it_slower() -> None:
+    plan = plan_for(found := captured("dropout"), Keep())
+    few, many = (run(found, plan, machine(cpu_cores=cores, adam_parameters_per_s=100.0)) for cores in (2, 1000))
+    work = traffic(rewrite(found, plan), plan, second_each)
+    assert many.busy_s["compute"] == pytest.approx(work.forward_s + work.backward_s, rel=0.01)
+    assert few.busy_s["compute"] > 1.1 * many.busy_s["compute"]
