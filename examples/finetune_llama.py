@@ -31,7 +31,7 @@ import transformers
 from live_line import LiveLine
 from plain_pytorch import Plain, train_plain
 from python_sources import FILE_BEGIN, VOCABULARY, PythonSources
-from tables import show_comparison, show_hardware, show_predicted_and_measured
+from tables import show_comparison, show_hardware, show_predicted_and_measured, show_stages
 from torch.nn import functional as F
 
 import lohan_fx
@@ -229,7 +229,16 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
     losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
     after = validation_loss(model, text)
     print(f"validation loss {before:.4f} before, {after:.4f} after (nats per byte)\n", flush=True)
+    first, plan = plan, monitor.plan or plan
+    if plan is not first:
+        print(f"the first steps revised the plan; it is now\n\n{plan_summary(plan)}\n", flush=True)
+        # What the new plan predicts is held against the steps after the one that captured it.
+        revised_at = max(n for n, report in enumerate(reports) if report.predicted_s != reports[-1].predicted_s) + 1
+        reports = reports[revised_at:]
     per_step = show_predicted_and_measured(plan, reports, monitor.other_rss_bytes)
+    measured = monitor.stages()
+    if measured is not None:
+        show_stages(plan, measured)
     begin_s = time.perf_counter()
     sample = generate(model, args)
     print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)

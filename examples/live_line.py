@@ -34,7 +34,8 @@ class LiveLine:
         busy = " ".join(f"{lane} {report.busy(lane):.0%}" for lane in LANES)
         line = (
             f"step {done}/{self._steps}  loss {loss:.4f}  {self._tokens_per_step / step_s:.0f} tokens/s  "
-            f"ETA {left // 60}:{left % 60:02}  {busy}  stall {report.stall_s / report.seconds:.0%}  "
+            f"{report.seconds:.2f} s (predicted {report.predicted_s:.2f})  ETA {left // 60}:{left % 60:02}  {busy}  "
+            f"stall {report.stall_s / report.seconds:.0%}  "
             f"RAM {report.rss_bytes / 2**30:.2f} of {report.promised_rss_bytes / 2**30:.2f} GiB"
         )
         if self._live:

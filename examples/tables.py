@@ -11,6 +11,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan
 from lohan_fx.plan_table import table
+from lohan_fx.self_check import STAGES, StepCheck
 from lohan_fx.units import format_bytes, format_seconds
 
 LANES = ("compute", "h2d", "d2h", "ssd", "cpu")
@@ -63,6 +64,18 @@ def show_predicted_and_measured(
     print("\n".join(table(["per step", "predicted", "measured", ""], rows, left=(0, 3))), end="\n\n")
     both = {**seconds, **nbytes}
     return {name: {"predicted": pair[0], "measured": pair[1]} for name, pair in both.items()}
+
+
+def show_stages(plan: Plan, measured: StepCheck) -> None:
+    """Seconds of each lane in each stage, predicted / measured: where a prediction is off, and by whom."""
+    assert plan.prediction is not None
+    rows = []
+    for name in STAGES:
+        stage = getattr(plan.prediction, name)
+        lanes = [(stage.lanes_s.get(lane, 0.0), measured.lanes_s[name].get(lane, 0.0)) for lane in LANES]
+        pairs = [*lanes, (stage.seconds, measured.stages_s[name])]
+        rows.append([name, *(f"{format_seconds(said)} / {format_seconds(took)}" for said, took in pairs)])
+    print("\n".join(table(["predicted / measured", *LANES, "in all"], rows, left=(0,))), end="\n\n")
 
 
 def show_comparison(

@@ -11,7 +11,9 @@ from torch import nn
 
 from lohan_fx import process_memory
 from lohan_fx.compile import compiled
+from lohan_fx.plan import Plan
 from lohan_fx.runtime.timeline import Event
+from lohan_fx.self_check import StepCheck, typical
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class StepReport:
     ``lanes_s``: seconds in which a lane (compute, h2d, d2h, ssd, cpu) was busy, however many threads it has.
     ``stall_s``: seconds for which compute waited for the other lanes. ``rss_bytes``: what the process has in RAM now;
     ``peak_rss_bytes``: the most of it since the monitor was made; ``promised_rss_bytes``: what it had before
-    ``lohan_fx.compile``, and the ``host_memory`` promised there.
+    ``lohan_fx.compile``, and the ``host_memory`` promised there. ``predicted_s``: what the plan that was in force says.
     """
 
     seconds: float
@@ -32,6 +34,7 @@ class StepReport:
     rss_bytes: int
     peak_rss_bytes: int
     promised_rss_bytes: int
+    predicted_s: float = 0.0
 
     def busy(self, lane: str) -> float:
         """The share of the step in which ``lane`` was busy, 0 to 1."""
@@ -81,7 +84,19 @@ class Monitor:
             rss_bytes=process_memory.rss_bytes(),
             peak_rss_bytes=process_memory.peak_rss_bytes(),
             promised_rss_bytes=self._compiled.rss_before_bytes + promised_bytes,
+            predicted_s=self.plan.prediction.step_s if self.plan and self.plan.prediction else 0.0,
         )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The training plan in force (the first steps may revise it; see ``compile``), None before there is one."""
+        graphs = self._compiled.training_graphs()
+        return self._compiled.plans[graphs[-1]] if graphs else None
+
+    def stages(self) -> StepCheck | None:
+        """What a typical step under ``plan`` took, per stage and lane; None while there is none, or with micro-batches."""
+        steps = self._compiled.checks.steps
+        return typical(steps) if steps else None
 
     @contextmanager
     def record(self) -> Iterator[list[Event]]:
