@@ -2,8 +2,8 @@
 
 What is decided: for each activation whether it is recomputed, kept, or swapped to host or NVMe; for each parameter
 where its compute-dtype copy lives; for its optimizer states, host or NVMe. Small parameters stay in memory. Everything
-is updated in the backward: a stage of its own after it is never faster by the cost model, and updates at the head of
-the next forward do not run yet.
+is updated in the backward: in a stage of its own after it, updates would take their turn behind what they now overlap
+with, and at the head of the next forward they do not run yet.
 """
 
 from __future__ import annotations

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lohan_fx import cost
-from lohan_fx.cost import Work
 from lohan_fx.division import division_of
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_model import JointModel, joint_model, parameters_of, placed_in_order, plan_of, plans_of
 from lohan_fx.memory_model import check, missing, resident_bytes
-from lohan_fx.passes.decision_model import Adds, Quantity, Solution
+from lohan_fx.passes.decision_model import Adds, Quantity
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import Choice, search, useful
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Windows
@@ -37,7 +37,7 @@ WORTH_ASKING = 0.002
 """Share of a step that memory found free must promise to save before the graphs are rewritten once more."""
 WINDOW_SHARES = (1.0, 0.25, 0.0)
 """Of the windows, tried in this order where not even the least plan fits the device."""
-MOST_INTEGERS = 3000
+MOST_INTEGERS = 20_000
 OPTIMUM_S = 10.0
 """Most whole numbers and seconds for the exact optimum; beyond them the search's plan has to do."""
 EQUAL = 1e-7
@@ -58,7 +58,6 @@ class Found:
     walk_s: float
     bound_s: float
     per_byte_s: Adds
-    graph_bytes: int
 
 
 def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
@@ -70,7 +69,7 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
         peak = problem.device_peak(everything)
         if not missing(problem, everything, peak):
             seconds = step_seconds(problem, hw, everything)
-            return _finished(problem, hw, Found(everything, seconds, seconds, seconds, {}, peak), peak)
+            return _finished(problem, hw, Found(everything, seconds, seconds, seconds, {}), peak)
     problem, least, least_peak = _least(problem)
     best: tuple[Found, int] | None = None
     graph_bytes = least_peak - _kept_bytes(least)
@@ -92,7 +91,7 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
     if best is None:
         _needs_drives(problem, hw, least)
         seconds = step_seconds(problem, hw, least)
-        best = Found(least, seconds, seconds, 0.0, {}, least_peak), least_peak
+        best = Found(least, seconds, seconds, 0.0, {}), least_peak
     return _finished(problem, hw, *best)
 
 
@@ -102,9 +101,9 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
     loose = relaxed(joint.model)
     if loose is None:
         return None
-    walked, choice = _walk(joint, loose, hw)
+    walks = [_walk(joint, treated, hw) for treated in parameters_of(joint, loose)]
     exact = optimum(joint.model, time_limit_s=OPTIMUM_S) if joint.model.integers <= MOST_INTEGERS else None
-    candidates = [plan for plan in walked if _fits(joint, plan)]
+    candidates = [plan for plan, _ in walks if _fits(joint, plan)]
     walk_s = min((step_seconds(problem, hw, plan) for plan in candidates), default=math.inf)
     if exact is not None:
         candidates += [plan for plan in plans_of(joint, exact) if _fits(joint, plan)]
@@ -115,31 +114,26 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
     # Of equals the one that moves least; then the walk's before the optimum's, places in order before places by size.
     seconds, _, plan = min((found for found in priced if found[0] <= fastest), key=lambda found: found[1])
     bound_s = min(seconds, max(loose.bound_s, exact.bound_s if exact is not None else 0.0))
-    plan = dataclasses.replace(plan, notes=_notes(choice, seconds, walk_s, bound_s))
-    return Found(plan, seconds, walk_s, bound_s, loose.per_byte_s, graph_bytes)
+    plan = dataclasses.replace(plan, notes=_notes([choice for _, choice in walks], seconds, walk_s, bound_s))
+    return Found(plan, seconds, walk_s, bound_s, loose.per_byte_s)
 
 
-def _walk(joint: JointModel, loose: Solution, hw: HardwareProfile) -> tuple[list[Plan], Choice]:
-    """Plans by Algorithm 1 where parameters and states have what ``loose`` gives them, and activations the rest."""
+def _walk(joint: JointModel, treated: Sequence[Sequence[int]], hw: HardwareProfile) -> tuple[Plan, Choice]:
+    """The plan of Algorithm 1 where ``treated`` says what parameters and states have, and activations get the rest."""
     problem = joint.problem
-    plans = []
-    for treated in parameters_of(joint, loose):
-        bare = plan_of(joint, {}, treated)
-        keep, host = _room(joint, bare)
-        work = work_of(problem, quantities_of_plan(problem, bare))
+    bare = plan_of(joint, {}, treated)
+    keep, host = _room(joint, bare)
+    work = work_of(problem, quantities_of_plan(problem, bare))
 
-        def step_s(
-            saved_bytes: int, recompute_s: float, keep: int = keep, host: int = host, work: Work = work
-        ) -> float:
-            swapped = max(0, saved_bytes - keep)
-            moved = dataclasses.replace(
-                work, recompute_s=recompute_s, swapped_bytes=swapped, swapped_nvme_bytes=max(0, swapped - host)
-            )
-            return cost.step_seconds(moved, hw)
+    def step_s(saved_bytes: int, recompute_s: float) -> float:
+        swapped = max(0, saved_bytes - keep)
+        moved = dataclasses.replace(
+            work, recompute_s=recompute_s, swapped_bytes=swapped, swapped_nvme_bytes=max(0, swapped - host)
+        )
+        return cost.step_seconds(moved, hw)
 
-        choice = search(problem.activations, step_s)
-        plans.append(plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated))
-    return plans, choice
+    choice = search(problem.activations, step_s)
+    return plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated), choice
 
 
 def _worth_s(problem: Problem, found: Found) -> float:
@@ -165,8 +159,9 @@ def _fits(joint: JointModel, plan: Plan) -> bool:
     return not missing(joint.problem, plan, graph_bytes + _kept_bytes(plan))
 
 
-def _notes(choice: Choice, seconds: float, walk_s: float, bound_s: float) -> tuple[str, ...]:
+def _notes(choices: Sequence[Choice], seconds: float, walk_s: float, bound_s: float) -> tuple[str, ...]:
     notes = []
+    choice = max(choices, key=lambda found: found.bend)
     if choice.bend > NOT_CONVEX:
         notes.append(
             f"the step's time is not convex in the bytes saved (up to {choice.bend:.1%} above its hull): the search "

@@ -207,6 +207,32 @@ def test_a_plan_keeps_its_budgets_and_survives_json(
         assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_where_the_time_is_not_convex_the_plan_says_so_and_is_still_the_best() -> None:
+    """Two large values that come from one slow op: to save one of them costs its traffic and spares nothing much."""
+    graph = nx.DiGraph([("slow", "a"), ("slow", "b"), ("a", "out"), ("b", "out")])
+    times = {"slow": 0.050, "a": 0.0002, "b": 0.0002, "out": 0.0001}
+    sizes = {"slow": 9000, "a": 8, "b": 8, "out": 1}
+    asked = problem(
+        10_000 * MIB,
+        PEAK + 2 * MIB,
+        shared=False,
+        activations=ActivationGraph(
+            graph=graph,
+            flops=dict.fromkeys(times, 1),
+            seconds=times,
+            activations={n: Activation(n, n, n, "h.0", "Block", size * MIB) for n, size in sizes.items()},
+            needed=frozenset({"a", "b", "out"}),
+            mandatory=frozenset({"out"}),
+        ),
+        parameters=(),
+        forward_s=0.0001,
+    )
+    plan = joint_search(asked, hardware(False))
+    assert any("not convex" in note and "went on" in note for note in plan.notes)
+    assert saved(plan) == {"a", "b", "out"}
+    assert not any("convex" in note for note in joint_search(problem(10**9, 10**9), hardware(True)).notes)
+
+
 # --- the division ---------------------------------------------------------------------------------------------
 
 
