@@ -13,6 +13,7 @@ cores (``contention.py``).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -93,13 +94,14 @@ def simulate(
     *,
     node_seconds: NodeSeconds | None = None,
     fused_adam: bool | None = None,
+    steps: int = 1,
 ) -> Simulation:
     """Simulate a training step of a compiled ``model`` by its last graphs, plan and profile; or of ``Halves`` by
     ``plan`` on ``hw``. Of inference graphs, which have no backward, the forward.
 
     ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, from the profile's rates.
     ``fused_adam``: whether the optimizer is torch's fused one, as the profile's rate is; None: as the model's optimizer
-    is, or fused.
+    is, or fused. ``steps``: simulate so many in a row, and show the last.
     Raises ``ValueError`` where there is nothing to simulate yet, or where ``plan`` or ``hw`` is missing.
     """
     if isinstance(model, Halves):
@@ -115,7 +117,7 @@ def simulate(
         hw = found.request().hw if hw is None else hw
         fused = _is_fused(found)
     program = step_program(halves, plan, node_seconds or by_rates(plan, hw))
-    return simulate_program(program, plan, hw, fused_adam=fused if fused_adam is None else fused_adam)
+    return simulate_program(program, plan, hw, fused_adam=fused if fused_adam is None else fused_adam, steps=steps)
 
 
 def by_rates(plan: Plan, hw: HardwareProfile) -> NodeSeconds:
@@ -136,11 +138,15 @@ def _is_fused(found: CompiledModel) -> bool:
     return all(one.fused for one in used if one is not None)
 
 
-def simulate_program(program: StepProgram, plan: Plan, hw: HardwareProfile, *, fused_adam: bool = True) -> Simulation:
-    """Simulate a step whose instructions are known already."""
+def simulate_program(
+    program: StepProgram, plan: Plan, hw: HardwareProfile, *, fused_adam: bool = True, steps: int = 1
+) -> Simulation:
+    """Simulate steps whose instructions are known already; the last one."""
+    if steps < 1:
+        raise ValueError(f"steps is {steps}: simulate at least one")
     machine = SimulatedMachine(plan, hw, fused_adam=fused_adam)
     step = _Step(machine, program)
-    machine.clock.start(step.run())
+    machine.clock.start(step.run(steps))
     machine.clock.run()
     if step.ended_s is None:
         raise AssertionError(f"the simulated step hangs: compute waits for {machine.compute.waiting_for!r}")
@@ -156,9 +162,19 @@ class _Step:
         self._program = program
         self._transfers = SimulatedTransfers(machine)
         self._optimizer = SimulatedOptimizer(machine)
+        self._begun_s = 0.0
         self._ends_s: dict[str, float] = {}
 
-    def run(self) -> Thread:
+    def run(self, steps: int) -> Thread:
+        clock, memory = self._machine.clock, self._machine.memory
+        for _ in range(steps):
+            clock.events.clear()
+            memory.curve.clear()
+            self._begun_s = clock.now_s
+            yield from self._run_once()
+        self.ended_s = clock.now_s
+
+    def _run_once(self) -> Thread:
         program, memory = self._program, self._machine.memory
         yield from self._stage("forward", program.forward, program.forward_base_bytes)
         if program.backward:
@@ -168,7 +184,6 @@ class _Step:
         if done is not None:
             yield done
         memory.change()
-        self.ended_s = self._machine.clock.now_s
 
     def _stage(self, name: str, instructions: Iterable[Instruction], base_bytes: int) -> Thread:
         machine = self._machine
@@ -211,15 +226,19 @@ class _Step:
     def result(self) -> Simulation:
         machine, clock = self._machine, self._machine.clock
         assert self.ended_s is not None
-        forward_s = self._ends_s["forward"]
-        backward_end_s = self._ends_s.get("backward", forward_s)
-        events = tuple(sorted(clock.events, key=lambda event: event.start_s))
-        curve = tuple(machine.memory.curve)
+        begun_s, step_s = self._begun_s, self.ended_s - self._begun_s
+        forward_s = self._ends_s["forward"] - begun_s
+        backward_end_s = self._ends_s.get("backward", self._ends_s["forward"]) - begun_s
+        events = tuple(
+            dataclasses.replace(event, start_s=event.start_s - begun_s, end_s=event.end_s - begun_s)
+            for event in sorted(clock.events, key=lambda event: event.start_s)
+        )
+        curve = tuple(dataclasses.replace(point, time_s=point.time_s - begun_s) for point in machine.memory.curve)
         return Simulation(
-            step_s=self.ended_s,
+            step_s=step_s,
             forward_s=forward_s,
             backward_s=backward_end_s - forward_s,
-            tail_s=self.ended_s - backward_end_s,
+            tail_s=step_s - backward_end_s,
             busy_s={lane: _busy_s(events, lane) for lane in LANES},
             stall_s=sum(e.end_s - e.start_s for e in events if _is_stall(e)),
             bytes={lane: sum(e.bytes for e in events if e.lane == lane) for lane in LANES},

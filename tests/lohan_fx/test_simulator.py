@@ -201,6 +201,21 @@ def test_the_chart_draws_what_is_simulated(tmp_path: Path) -> None:
     assert [e.start_s for e in step.events] == sorted(e.start_s for e in step.events)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_step_is_like_the_first(device: str) -> None:
+    """Because ``optimizer.step()`` is a barrier."""
+    plan = dataclasses.replace(plan_for(found := captured("dropout"), Swap(Tier.NVME)), device=device)
+    halves = rewrite(found, plan)
+    first, third = (
+        simulate(halves, plan, machine(device=device), node_seconds=second_each, steps=steps) for steps in (1, 3)
+    )
+    assert (third.step_s, third.tail_s) == pytest.approx((first.step_s, first.tail_s))
+    assert third.bytes == first.bytes and len(third.events) == len(first.events)
+    assert third.peak_bytes["device"] == first.peak_bytes["device"]
+    with pytest.raises(ValueError, match="steps is 0"):
+        simulate(halves, plan, machine(), steps=0)
+
+
 def test_inference_is_a_forward() -> None:
     plan = plan_for(found := captured("two-layers"), Keep())
     halves = rewrite(found, plan)
