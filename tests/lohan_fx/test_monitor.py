@@ -76,7 +76,8 @@ def test_a_recording_holds_the_events_of_its_block_alone(model: Tiny) -> None:
     report = monitor.step()
     train_once(model, optimizer)
     assert events == recorded
-    assert {event.lane for event in events} == {"compute", "h2d", "d2h", "ssd", "cpu"}
+    # On a CPU the drives reach the device's memory: nothing is left for h2d and d2h.
+    assert {event.lane for event in events} == {"compute", "ssd", "cpu"}
     assert [event.label for event in events if event.lane == "compute"][:1] == ["forward"]
     for prefix, nbytes in (("read", report.nvme_read_bytes), ("write", report.nvme_written_bytes)):
         moved = [event.bytes for event in events if event.lane == "ssd" and event.label.startswith(prefix)]
