@@ -137,5 +137,5 @@ def _drive_rates(hw: HardwareProfile) -> dict[str, float]:
     return {
         "ssd_read_bytes_per_s": hw.ssd_read_bytes_per_s or _NO_DRIVE,
         "ssd_write_bytes_per_s": hw.ssd_write_bytes_per_s or _NO_DRIVE,
-        "ssd_mixed_bytes_per_s": hw.ssd_mixed_bytes_per_s or _NO_DRIVE,
+        "ssd_mixed_bytes_per_s": hw.ssd_mixed_bytes_per_s or math.inf,
     }

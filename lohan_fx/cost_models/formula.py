@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+from sympy.printing.str import StrPrinter
 
 Expression = Any
 """A sympy expression; sympy has no types that mypy could check."""
@@ -90,8 +91,11 @@ class CostModel:
         return sum(self.stage_seconds(values).values())
 
     def binding(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Stage -> the lane whose term is the largest: of overlapping lanes the one that binds."""
-        return {stage: max(lanes, key=lambda lane: lanes[lane]) for stage, lanes in self.evaluate(values).items()}
+        """Stage -> the lane whose term is the largest: of overlapping lanes the one that binds. Without empty stages."""
+        evaluated = self.evaluate(values)
+        return {
+            stage: max(lanes, key=lambda lane: lanes[lane]) for stage, lanes in evaluated.items() if any(lanes.values())
+        }
 
     def derivative(self, symbol: str, values: Mapping[str, float] | None = None) -> Any:
         """Seconds of the step per unit of ``symbol``: as an expression, or as a number at ``values``.
@@ -150,8 +154,19 @@ class CostModel:
         return max(lanes.values()) if stage.combine is Combine.MAX else sum(lanes.values())
 
 
+class _Numbers(StrPrinter):  # type: ignore[misc]
+    """Prints four digits of a symbol's value in place of its name."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        super().__init__()
+        self._values = values
+
+    def _print_Symbol(self, symbol: Expression) -> str:
+        return f"{self._values[symbol.name]:.4g}"
+
+
 def _with_numbers(expression: Expression, values: Mapping[str, float]) -> str:
-    """The expression with four digits of each value in place of its name."""
-    # A number in a symbol's clothes: a real one would be multiplied out.
-    named = {symbol: sympy.Symbol(f"{values[symbol.name]:.4g}") for symbol in expression.free_symbols}
-    return str(expression.xreplace(named))
+    """The expression with numbers for names, without what is zero."""
+    zeros = {symbol: sympy.Integer(0) for symbol in expression.free_symbols if not values[symbol.name]}
+    text: str = _Numbers(values).doprint(expression.xreplace(zeros))
+    return text

@@ -57,11 +57,9 @@ def in_turns(read_bytes: Expression, write_bytes: Expression, read: Expression, 
 def mixed(
     read_bytes: Expression, write_bytes: Expression, read: Expression, write: Expression, both: Expression
 ) -> Expression:
-    """Seconds of drives that besides are no faster than their measured rate for reads and writes in turns."""
-    together = 2 * sympy.Min(read_bytes, write_bytes) / both
-    rest = sympy.Max(read_bytes - write_bytes, 0) / read + sympy.Max(write_bytes - read_bytes, 0) / write
-    # Not simplified: sympy would look for a larger one of the two for a long time, and not find it.
-    return sympy.Max(in_turns(read_bytes, write_bytes, read, write), together + rest, evaluate=False)
+    """Seconds of drives that besides lose time by mixing: ``both`` is their rate for reads and writes in equal parts."""
+    lost_per_byte = sympy.Max(0, 2 / both - 1 / read - 1 / write)
+    return in_turns(read_bytes, write_bytes, read, write) + sympy.Min(read_bytes, write_bytes) * lost_per_byte
 
 
 def _corrected(

@@ -168,6 +168,24 @@ def test_derivative_is_what_a_small_step_finds(model: CostModel) -> None:
         assert model.derivative(name, values) == pytest.approx(found, rel=1e-3, abs=1e-6)
 
 
+def test_numbers_that_are_zero_are_not_printed() -> None:
+    printed = lohan.LITERAL.formula({**LOHAN, "MEM_avail": 0.0, "FLOP_r": 0.0})
+    assert "compute  2*60/10 = 12 s" in printed
+    assert "ssd      30/5 + 2*5/4 = 8.5 s" in printed
+
+
+def test_equal_numbers_do_not_cancel_in_print() -> None:
+    assert LOHAN["P"] == LOHAN["BW_M2S"] == 5.0
+    assert "(30 - 10 + 14*5)/4 + 14*5/5 = 36.5 s" in lohan.LITERAL.formula(LOHAN)
+
+
+def test_mixing_reads_and_writes_costs_time() -> None:
+    """60 bytes in and 30 out at 30 and 20 bytes/s take 3.5 s in turns; 30 of each at 22 lose what 2/22 is above."""
+    rates = {"ssd_read_bytes_per_s": 30.0, "ssd_write_bytes_per_s": 20.0, "ssd_mixed_bytes_per_s": 22.0}
+    seconds = lohan.DRIVES.seconds({"read_bytes": 60.0, "write_bytes": 30.0, **rates})
+    assert seconds == pytest.approx(2 * 30 / 22 + 30 / 30)
+
+
 def test_formula_with_names_and_with_numbers() -> None:
     assert lohan.LITERAL.formula().splitlines()[:5] == [
         "LoHan as printed: T = T_f + T_b",
@@ -196,6 +214,7 @@ def test_the_printed_formula_is_what_the_planner_computes() -> None:
     assert stages["forward"] == cost.forward_stage(work, hw).seconds
     assert stages["backward"] == cost.backward_stage(work, hw).seconds
     assert sum(stages.values()) == cost.step_seconds(work, hw)
+    assert lohan.CORRECTED.binding(symbols_of) == {"forward": "compute", "backward": "compute"}
     naive = replace(work, serial_optimizer=True)
     assert cost.backward_stage(naive, hw).lanes_s["cpu"] > cost.backward_stage(work, hw).lanes_s["cpu"]
 
