@@ -11,6 +11,7 @@ input. The model is never materialised.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -27,13 +28,15 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecast import Asked, Subject, forecast
 from lohan_fx.forecast_table import forecast_data, forecast_text
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.lean_loss import with_lean_loss
 from lohan_fx.meta_capture import meta_capture
+from lohan_fx.model_families import Family
 from lohan_fx.model_presets import MODELS
 from lohan_fx.model_source import ModelSource, UserCodeError, source_of
 from lohan_fx.policies import named
 from lohan_fx.presets import PRESETS
 from lohan_fx.timeline_chart import draw
-from lohan_fx.what_if import Row, best, best_batch, compare, max_model, rows_data, rows_text, vary
+from lohan_fx.what_if import Row, SubjectOf, best, best_batch, compare, max_model, rows_data, rows_text, vary
 from lohan_fx.what_if_chart import draw_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,6 +75,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--vary", metavar="WHAT=VALUES", help="ssds=1..12, host_memory=128GiB,256GiB, gpu=rtx4090,a100, .."
     )
+    parser.add_argument(
+        "--lean-loss", action="store_true", help="as if the model were given to lohan_fx.lean_loss.with_lean_loss"
+    )
     parser.add_argument("--formula", action="store_true", help="show how the seconds come about")
     parser.add_argument("--no-simulation", action="store_true", help="the formula's seconds only, which is faster")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
@@ -93,9 +99,16 @@ def run_plan(arguments: argparse.Namespace) -> int:
             traceback.print_exception(cause.with_traceback(_of_the_user(cause)), file=sys.stderr)
         raise
     except InfeasiblePlan as error:
-        text = str(error).splitlines()[0]
+        text = str(error).splitlines()[0] + _hint(arguments, str(error))
         print(json.dumps({"fits": False, "why_not": text}, indent=2) if arguments.json else f"does not fit: {text}")
         return INFEASIBLE
+
+
+def _hint(arguments: argparse.Namespace, text: str) -> str:
+    """What else would help where the device's memory is short."""
+    dims = MODELS.get(arguments.model)
+    is_text = ".py:" not in arguments.model and (dims is None or dims.family is not Family.DIT)
+    return "; --lean-loss needs less of it" if is_text and "device_memory" in text and not arguments.lean_loss else ""
 
 
 def _of_the_user(error: BaseException) -> Any:
@@ -120,7 +133,8 @@ def _answer(arguments: argparse.Namespace) -> int:
     source = source_of(arguments.model)
     named(arguments.policy)
     asked = _asked(arguments)
-    subjects = _Subjects(source, batch, seq, asked.compute_dtype)
+    make = functools.partial(_captured, dtype=asked.compute_dtype, lean=arguments.lean_loss)
+    subjects = _Subjects(functools.partial(make, source), batch, seq)
     if arguments.vary is not None:
         return _show(
             arguments, f"{source.name}, {arguments.vary.partition('=')[0]}", vary(subjects.get, asked, arguments.vary)
@@ -132,7 +146,7 @@ def _answer(arguments: argparse.Namespace) -> int:
             raise ValueError("--best-batch looks for the batch itself: leave --batch out")
         return _show(arguments, f"{source.name}, batch", best_batch(subjects.get, asked), pick=best)
     if arguments.max_model:
-        return _show(arguments, "largest model", max_model(_relatives(source, seq, asked), asked), pick=_largest)
+        return _show(arguments, "largest model", max_model(_relatives(source, seq, make), asked), pick=_largest)
     return _single(arguments, subjects.get(None, None), asked)
 
 
@@ -180,8 +194,8 @@ def _largest(rows: Sequence[Row]) -> Row | None:
 class _Subjects:
     """Captures of one model, each shape once."""
 
-    def __init__(self, source: ModelSource, batch: int | None, seq: int | None, dtype: torch.dtype) -> None:
-        self._source, self._batch, self._seq, self._dtype = source, batch, seq, dtype
+    def __init__(self, make: SubjectOf, batch: int | None, seq: int | None) -> None:
+        self._make, self._batch, self._seq = make, batch, seq
         self._last: tuple[tuple[int | None, int | None], Subject] | None = None
 
     def get(self, batch: int | None, seq: int | None) -> Subject:
@@ -190,17 +204,22 @@ class _Subjects:
         # Only the last is kept: a graph of many blocks takes some hundred MB.
         if self._last is None or self._last[0] != shape:
             self._last = None
-            self._last = (shape, _captured(self._source, *shape, self._dtype))
+            self._last = (shape, self._make(*shape))
         return self._last[1]
 
 
-def _captured(source: ModelSource, batch: int | None, seq: int | None, dtype: torch.dtype) -> Subject:
+def _captured(
+    source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, lean: bool = False
+) -> Subject:
     example = source.make(batch, seq)
-    capture = meta_capture(example.model, example.inputs, compute_dtype=dtype)
+    model = with_lean_loss(example.model) if lean else example.model
+    capture = meta_capture(model, example.inputs, compute_dtype=dtype)
     return Subject(source.name, capture, example.samples, example.tokens, example.unit)
 
 
-def _relatives(source: ModelSource, seq: int | None, asked: Asked) -> list[tuple[str, Callable[[], Subject]]]:
+def _relatives(
+    source: ModelSource, seq: int | None, make: Callable[[ModelSource, int, int | None], Subject]
+) -> list[tuple[str, Callable[[], Subject]]]:
     """The presets of the same kind (``gpt3-``, ``dit-``, ..) by size; LoHan's protocol is batch 1 (L-EX-01)."""
     if source.dims is None:
         raise ValueError(
@@ -208,10 +227,7 @@ def _relatives(source: ModelSource, seq: int | None, asked: Asked) -> list[tuple
         )
     kind = source.name.split("-")[0]
     found = sorted((d for d in MODELS.values() if d.name.split("-")[0] == kind), key=lambda dims: dims.parameters)
-    return [
-        (dims.name, lambda name=dims.name: _captured(source_of(name), 1, seq, asked.compute_dtype))  # type: ignore[misc]
-        for dims in found
-    ]
+    return [(dims.name, functools.partial(make, source_of(dims.name), 1, seq)) for dims in found]
 
 
 # --- arguments ------------------------------------------------------------------------------------------------
