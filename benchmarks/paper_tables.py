@@ -91,7 +91,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             if row[key]:
                 notes.add_row(row["claim"], row[key])
-        console.print(notes)
+        if notes.row_count:
+            console.print(notes)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def main() -> None:
     figures = summary(rows)
     missed = [f"{claim} has no row" for claim in chosen if claim not in ROWS]
     share = figures["within_10_percent"] / len(chosen)
-    if share < LEAST_WITHIN:
+    if share < LEAST_WITHIN and not args.only:
         missed.append(f"{share:.1%} of the claims are within 10 %: expected {LEAST_WITHIN:.0%}")
     print_rows(rows)
     counted = ("numbers", "throughput_numbers", "yes_or_no")
