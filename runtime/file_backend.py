@@ -27,6 +27,18 @@ class FileBackend(Protocol):
     def open(self, path: Path, *, direct: bool) -> int:
         """Create ``path`` (which must not exist) for its owner only and return a descriptor to read and write."""
 
+    def open_existing(self, path: Path, *, direct: bool) -> int:
+        """Open the file ``path``, which must not be a link, to read and write."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give ``source`` the name ``target``, at once and in place of what had it."""
+
+    def remove(self, path: Path) -> None:
+        """Remove the file."""
+
+    def sync_directory(self, directory: Path) -> None:
+        """Return when the names in ``directory`` are on the drive."""
+
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         """Read into ``view`` from ``offset``; returns the bytes read, maybe fewer than asked."""
 
@@ -56,6 +68,24 @@ class PosixBackend:
         # O_EXCL also refuses a symbolic link, so nothing outside the directory is ever opened.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
+
+    def open_existing(self, path: Path, *, direct: bool) -> int:
+        # O_NONBLOCK: a pipe of that name must not block us before it is seen to be none of our files.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        return os.open(path, flags)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)

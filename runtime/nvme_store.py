@@ -7,35 +7,38 @@ Guarantees:
   lock is held during I/O. One call does its parts one after the other: drives overlap through several callers.
 - ``allocate`` takes all of what it was asked for or nothing, and checks free space before it writes anything.
 - A directory serves one store at a time. ``close`` waits for calls under way, so no descriptor is closed under one,
-  and leaves no descriptor and (with ``remove``) no file.
+  and leaves no descriptor and (with ``remove``, and unless checkpoints are in them) no file.
+- Extents with chunks can be kept over the process's death (``keep_generations``, ``commit``: see ``generations``).
 
-Assumes: nobody else touches the files; callers order overlapping reads and writes themselves. The contents are
-scratch: a store file that a killed run left behind is removed by the next store in that directory.
+Assumes: nobody else touches the files; callers order overlapping reads and writes themselves. Without a checkpoint the
+contents are scratch: a store file that a killed run left behind is removed by the next store in that directory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
 import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from lohan_fx.errors import LaneTimeout, StoreError
-from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, is_memory_backed, lock_directory, unlock_directory
+from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, lock_directory, unlock_directory
+from lohan_fx.runtime.generation_files import generations_in, refuse_checkpoints
+from lohan_fx.runtime.generations import Generations
 from lohan_fx.runtime.host_pool import PAGE_BYTES, page_padded_bytes
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
+from lohan_fx.runtime.store_arguments import check_directory, check_striping, log_buffered, memory_of
 from lohan_fx.runtime.store_file import StoreFile, reported_as_store_error
 from lohan_fx.runtime.striping import Piece, parts_between, stripe_extent
+from lohan_fx.runtime.versions import Versions
 
 DEFAULT_STRIPE_BYTES = 4 * 1024 * 1024
 
@@ -44,15 +47,22 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Extent:
+    """``chunk_bytes``: what is kept of it is kept by chunks of this size; None: scratch. ``versions`` once kept."""
+
     nbytes: int
     pieces: tuple[Piece, ...]
+    chunk_bytes: int | None = None
+    versions: Versions | None = None
 
 
 class NvmeStore:
     """Extents on one or more directories; ``weights`` are the directories' bandwidths, equal if not given.
 
+    With ``resume`` (from ``read_generations``) the store is as the last of these manifests says.
+
     Raises ``ValueError`` for a directory that is missing or not writable and ``StoreError`` for one that another
-    store uses; warns if one is in memory. Close it, or use it in a ``with`` block.
+    store uses, or that holds checkpoints while none is resumed; warns if one is in memory. Close it, or use it in a
+    ``with`` block.
     """
 
     def __init__(
@@ -62,12 +72,13 @@ class NvmeStore:
         weights: Sequence[float] | None = None,
         stripe_bytes: int = DEFAULT_STRIPE_BYTES,
         backend: FileBackend | None = None,
+        resume: Sequence[Manifest] = (),
     ) -> None:
         self._directories = [Path(directory) for directory in directories]
         self._weights = [1.0] * len(directories) if weights is None else list(weights)
-        _check_striping(self._directories, self._weights, stripe_bytes)
+        check_striping(self._directories, self._weights, stripe_bytes)
         for directory in self._directories:
-            _check_directory(directory)
+            check_directory(directory)
         self._stripe_bytes = stripe_bytes
         self._backend: FileBackend = PosixBackend() if backend is None else backend
         self._extents: dict[str, _Extent] = {}
@@ -79,17 +90,24 @@ class NvmeStore:
         self._bytes_written = 0
         self._remove = True
         self._files: list[StoreFile] = []
+        self._generations: Generations | None = None
+        self._unused_run: str | None = None
         # On any failure in here, what is taken so far is given back, last first; else close() does that.
         with ExitStack() as taken:
             for directory in self._directories:
                 with reported_as_store_error(f"locking {directory}"):
                     taken.callback(unlock_directory, directory, lock_directory(directory))
-            for directory in self._directories:
-                self._files.append(StoreFile(directory, self._backend))
+            if resume:
+                self._resume(resume)
+            else:
+                self._unused_run = refuse_checkpoints(self._directories)
+            for index, directory in enumerate(self._directories):
+                resumed_bytes = resume[-1].file_bytes[index] if resume else None
+                self._files.append(StoreFile(directory, self._backend, resumed_bytes))
                 taken.callback(self._close_file, self._files[-1])
             self._taken = taken.pop_all()
         self._direct = any(file.direct for file in self._files)
-        _log_buffered([file for file in self._files if not file.direct])
+        log_buffered([file for file in self._files if not file.direct])
 
     @property
     def bytes_read(self) -> int:
@@ -108,14 +126,15 @@ class NvmeStore:
         """Disk bytes the extents take, padding included."""
         return sum(file.nbytes for file in self._files)
 
-    def allocate(self, extents: Mapping[str, int]) -> None:
-        """Add extents of the given byte sizes, all or none.
+    def allocate(self, extents: Mapping[str, int], *, chunk_bytes: Mapping[str, int] | None = None) -> None:
+        """Add extents of the given byte sizes, all or none. Those named in ``chunk_bytes`` are for checkpoints to keep.
 
         Raises ``ValueError`` for a negative size or a name in use, and ``StoreError`` if the disk space is not there.
         """
         with self._call("allocating extents"), self._allocating:
             ends = [file.nbytes for file in self._files]
             added: dict[str, _Extent] = {}
+            chunks = chunk_bytes or {}
             for name, nbytes in extents.items():
                 if name in self._extents:
                     raise ValueError(
@@ -125,11 +144,88 @@ class NvmeStore:
                 if nbytes < 0:
                     raise ValueError(f"allocate: {nbytes} bytes asked for extent {name!r}; ask for at least 0")
                 pieces = stripe_extent(page_padded_bytes(nbytes), self._stripe_bytes, self._weights, ends)
-                added[name] = _Extent(nbytes, pieces)
+                added[name] = _Extent(nbytes, pieces, chunks.get(name))
+            if self._generations is not None:
+                added = self._with_slots(added, self._generations.keep, ends)
             self._check_free_space(ends)
             self._grow_files(ends)
-            # A new dict, never changed in place: readers look names up without the lock.
-            self._extents = {**self._extents, **added}
+            self._add(added)
+
+    def _add(self, extents: Mapping[str, _Extent]) -> None:
+        # A new dict, never changed in place: readers look names up without the lock.
+        self._extents = {**self._extents, **extents}
+        for name, extent in extents.items():
+            if self._generations is not None and extent.versions is not None:
+                self._generations.add(name, extent.nbytes, extent.versions)
+
+    def _with_slots(self, extents: Mapping[str, _Extent], keep: int, ends: list[int]) -> dict[str, _Extent]:
+        """The extents, those with chunks with ``keep`` more places each."""
+        found = dict(extents)
+        for name, extent in extents.items():
+            if extent.chunk_bytes is not None:
+                padded = page_padded_bytes(extent.nbytes)
+                more = [stripe_extent(padded, self._stripe_bytes, self._weights, ends) for _ in range(keep)]
+                versions = Versions(padded, extent.chunk_bytes, [extent.pieces, *more])
+                found[name] = replace(extent, versions=versions)
+        return found
+
+    def keep_generations(self, keep: int) -> None:
+        """From now on ``commit`` can make checkpoints, of which the last ``keep`` stay. Costs ``keep`` times the disk
+        space of the extents with chunks, taken here. Raises ``StoreError`` if it is not there."""
+        with self._call("preparing for checkpoints"), self._allocating:
+            if self._generations is not None:
+                if keep != self._generations.keep:
+                    raise ValueError(
+                        f"this store keeps {self._generations.keep} checkpoints; it cannot keep {keep} now"
+                    )
+                return
+            if not 1 <= keep < MAX_SLOTS:
+                raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep}")
+            ends = [file.nbytes for file in self._files]
+            extents = self._with_slots(self._extents, keep, ends)
+            added_bytes = sum(ends) - self.nbytes_allocated
+            _LOG.info("checkpoints: %d bytes more on disk to keep the last %d in %s", added_bytes, keep, self._where())
+            self._check_free_space(ends)
+            self._grow_files(ends)
+            self._generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
+            self._add(extents)
+
+    @property
+    def keeps(self) -> int:
+        """How many checkpoints are kept; 0 before ``keep_generations``."""
+        return 0 if self._generations is None else self._generations.keep
+
+    @property
+    def committed(self) -> int:
+        """The number of the last checkpoint; 0 before the first."""
+        return 0 if self._generations is None else self._generations.committed
+
+    def commit(self, state: Mapping[str, Any]) -> int:
+        """Make what is written a checkpoint, with ``state`` (JSON); its number.
+
+        Nothing may be under way. Raises ``StoreError``; then the checkpoint before is in force.
+        """
+        if self._generations is None:
+            raise ValueError("commit: keep_generations() was not called")
+        with self._call("committing a checkpoint"):
+            ends = [0] * len(self._files)
+            for extent in self._extents.values():
+                for piece in (piece for slot in extent.versions.slots for piece in slot) if extent.versions else ():
+                    end = piece.file_offset_bytes + piece.nbytes
+                    ends[piece.file_index] = max(ends[piece.file_index], end)
+            return self._generations.commit(state, ends)
+
+    def _resume(self, manifests: Sequence[Manifest]) -> None:
+        """Before the files are opened, and after the lock: what was read before it may be old."""
+        newest = manifests[-1]
+        if generations_in(self._directories[0])[-1:] != [newest.generation]:
+            raise StoreError(f"the checkpoints in {self._where()} changed while they were read: try again")
+        self._generations = Generations(self._directories, self, self._backend, newest.keep)
+        self._generations.resume(newest, manifests[:-1])
+        self._extents = {
+            name: _Extent(record.nbytes, record.slots[0], record.chunk_bytes, self._generations.versions(name))
+            for name, record in newest.extents.items()
+        }
 
     def read(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
         """Fill ``buffer`` with ``nbytes`` of extent ``name`` from ``offset`` on, and on to the end of the last page.
@@ -137,9 +233,12 @@ class NvmeStore:
         ``offset`` is a multiple of 4096; ``buffer`` a contiguous uint8 CPU tensor with room for ``nbytes`` rounded up
         to 4096, page-aligned where the files are direct. Raises ``ValueError`` otherwise, ``StoreError`` if I/O fails.
         """
-        moved = self._transfer(StoreFile.read, "reading", name, offset, buffer, nbytes)
-        with self._changed:
-            self._bytes_read += moved
+        extent, view, what = self._asked("reading", name, offset, buffer, nbytes)
+        with self._call(what):
+            if extent.versions is not None and self._generations is not None:
+                self._generations.read(extent.versions, offset, view, what)
+            else:
+                self.read_pieces(extent.pieces, offset, view, what)
 
     def write(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
         """Write ``nbytes`` of ``buffer`` to extent ``name`` at ``offset``, and on to the end of the last page.
@@ -147,9 +246,28 @@ class NvmeStore:
         Whole pages are written: what follows ``nbytes`` in ``buffer`` replaces the rest of the last page in the
         extent. Arguments and errors as in ``read``.
         """
-        moved = self._transfer(StoreFile.write, "writing", name, offset, buffer, nbytes)
+        extent, view, what = self._asked("writing", name, offset, buffer, nbytes)
+        with self._call(what):
+            if extent.versions is not None and self._generations is not None:
+                self._generations.write(extent.versions, offset, view, what)
+            else:
+                self.write_pieces(extent.pieces, offset, view, what)
+
+    def read_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None:
+        """For ``generations``: fill ``view`` from byte ``start`` of what ``pieces`` cover."""
+        for part in parts_between(pieces, start, start + len(view)):
+            part_view = view[part.start_bytes - start : part.end_bytes - start]
+            self._files[part.file_index].read(part_view, part.file_offset_bytes, what)
         with self._changed:
-            self._bytes_written += moved
+            self._bytes_read += len(view)
+
+    def write_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None:
+        """For ``generations``: write ``view`` at byte ``start`` of what ``pieces`` cover."""
+        for part in parts_between(pieces, start, start + len(view)):
+            part_view = view[part.start_bytes - start : part.end_bytes - start]
+            self._files[part.file_index].write(part_view, part.file_offset_bytes, what)
+        with self._changed:
+            self._bytes_written += len(view)
 
     def flush(self) -> None:
         """Return when everything written so far is on the drives."""
@@ -199,7 +317,7 @@ class NvmeStore:
                 self._changed.notify_all()
 
     def _close_file(self, file: StoreFile) -> None:
-        file.close(remove=self._remove)
+        file.close(remove=self._remove and not self.committed)
 
     def _check_free_space(self, ends: Sequence[int]) -> None:
         """Directories on one file system share its free space, so their needs are added up."""
@@ -225,16 +343,10 @@ class NvmeStore:
                 file.cut_back(nbytes)
             raise
 
-    def _transfer(
-        self,
-        move: Callable[[StoreFile, memoryview, int, str], None],
-        verb: str,
-        name: str,
-        offset: int,
-        buffer: torch.Tensor,
-        nbytes: int,
-    ) -> int:
-        """Checks the arguments, moves every part and returns the padded bytes."""
+    def _asked(
+        self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int
+    ) -> tuple[_Extent, memoryview, str]:
+        """Checks the arguments; the extent, the memory in whole pages, and the request in words."""
         what = f"{verb} {nbytes} bytes at {offset} of extent {name!r}"
         extent = self._extents.get(name)
         if extent is None:
@@ -243,63 +355,4 @@ class NvmeStore:
             raise ValueError(
                 f"{what}, which has {extent.nbytes} bytes: stay inside, at an offset that is a multiple of {PAGE_BYTES}"
             )
-        length = page_padded_bytes(nbytes)
-        view = _memory_of(buffer, length, what, aligned=self._direct)
-        with self._call(what):
-            for part in parts_between(extent.pieces, offset, offset + length):
-                part_view = view[part.start_bytes - offset : part.end_bytes - offset]
-                move(self._files[part.file_index], part_view, part.file_offset_bytes, what)
-        return length
-
-
-def _memory_of(buffer: torch.Tensor, length: int, what: str, *, aligned: bool) -> memoryview:
-    """The first ``length`` bytes of ``buffer`` itself; valid while the caller holds the tensor."""
-    if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise ValueError(
-            f"{what}: the buffer is a {'' if buffer.is_contiguous() else 'non-'}contiguous {buffer.dtype} tensor on "
-            f"{buffer.device}; pass a contiguous torch.uint8 tensor on cpu"
-        )
-    if buffer.numel() < length:
-        raise ValueError(f"{what}: whole pages need a buffer of {length} bytes, this one has {buffer.numel()}")
-    address = buffer.data_ptr()
-    if aligned and address % PAGE_BYTES:
-        raise ValueError(
-            f"{what}: O_DIRECT needs a page-aligned buffer, this one is at {address:#x}; take it from the HostPool"
-        )
-    if length == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
-
-
-def _check_striping(directories: Sequence[Path], weights: Sequence[float], stripe_bytes: int) -> None:
-    if not directories:
-        raise ValueError("NvmeStore: no directory was given; name at least one on a drive with free space")
-    if len(weights) != len(directories) or not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(
-            f"NvmeStore: weights {list(weights)} for {len(directories)} directories; "
-            "give each directory one finite weight above 0, such as its bytes per second"
-        )
-    if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
-        raise ValueError(f"NvmeStore: stripe_bytes is {stripe_bytes}; use a positive multiple of {PAGE_BYTES}")
-
-
-def _check_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        found = "not a directory" if directory.exists() else "missing"
-        raise ValueError(f"NvmeStore: {directory} is {found}; create it (mkdir -p) or name an existing one")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ValueError(f"NvmeStore: {directory} is not writable for this process; chmod it or name another one")
-    if is_memory_backed(directory):
-        warnings.warn(
-            f"NvmeStore: {directory} is in memory (tmpfs), so what is stored there takes RAM; name one on a drive",
-            stacklevel=3,
-        )
-
-
-def _log_buffered(files: Sequence[StoreFile]) -> None:
-    if files:
-        _LOG.warning(
-            "no O_DIRECT for %s: using the page cache, which copies every byte once more and takes memory outside the "
-            "host budget; use a directory on ext4 or xfs to avoid this",
-            ", ".join(str(file.path) for file in files),
-        )
+        return extent, memory_of(buffer, page_padded_bytes(nbytes), what, aligned=self._direct), what

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,12 +43,18 @@ def reported_as_store_error(what: str) -> Iterator[None]:
 
 
 class StoreFile:
-    """The store's file in ``directory``, created empty; one that a killed run left there is removed first."""
+    """The store's file in ``directory``, created empty; one that a killed run left there is removed first.
 
-    def __init__(self, directory: Path, backend: FileBackend) -> None:
+    With ``resumed_bytes`` the one that is there is opened, and cut to that size: what follows was scratch.
+    """
+
+    def __init__(self, directory: Path, backend: FileBackend, resumed_bytes: int | None = None) -> None:
         self.path = directory / STORE_NAME
         self.nbytes = 0
         self._backend = backend
+        if resumed_bytes is not None:
+            self._reopen(resumed_bytes)
+            return
         with reported_as_store_error(f"creating {self.path}"):
             if self.path.exists():
                 _LOG.warning("removing %s (%d bytes), left by an earlier run", self.path, self.path.stat().st_size)
@@ -96,6 +103,30 @@ class StoreFile:
                 raise
         self.path.unlink(missing_ok=True)  # a refused O_DIRECT may have created it all the same
         return self._backend.open(self.path, direct=False), False
+
+    def _reopen(self, nbytes: int) -> None:
+        with reported_as_store_error(f"opening {self.path}"):
+            try:
+                self._fd, self.direct = self._backend.open_existing(self.path, direct=True), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fd, self.direct = self._backend.open_existing(self.path, direct=False), False
+        try:
+            status = os.fstat(self._fd)
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            if not ours or status.st_size < nbytes:
+                raise StoreError(
+                    f"{self.path} has {status.st_size} bytes, owner {status.st_uid} and mode "
+                    f"{stat.S_IMODE(status.st_mode):04o}; the checkpoint needs {nbytes} bytes in a file of this user "
+                    "alone: it was left as it is"
+                )
+            with reported_as_store_error(f"cutting {self.path} to {nbytes} bytes"):
+                self._backend.truncate(self._fd, nbytes)
+        except BaseException:
+            self._backend.close(self._fd)
+            raise
+        self.nbytes = nbytes
 
     def _transfer(self, call: Callable[[int, memoryview, int], int], view: memoryview, offset: int, what: str) -> None:
         moved = 0

@@ -1,0 +1,205 @@
+"""generation_files: the names of checkpoints in a directory, and how one is written so that it is there or not.
+
+``DIR/lohan_fx.checkpoints/`` (its owner's only) holds in each directory of a store ``identity.json``, and in the first
+one a manifest ``generation-<number>`` per checkpoint.
+
+Guarantees: no symbolic link is followed; a manifest under its name is complete and on the drive.
+Assumes: the directory is locked by the caller, but for reading.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lohan_fx.errors import StoreError
+from lohan_fx.runtime.file_backend import FileBackend
+from lohan_fx.runtime.manifest import Manifest
+from lohan_fx.runtime.store_file import reported_as_store_error
+
+CHECKPOINTS = "lohan_fx.checkpoints"
+TEMPORARY = "generation.tmp"
+IDENTITY = "identity.json"
+MAX_MANIFEST_BYTES = 1 << 32
+
+_NAME = re.compile(r"generation-([0-9]{12})")
+
+
+def generation_path(directory: Path, number: int) -> Path:
+    """The manifest of checkpoint ``number`` of the store whose first directory this is."""
+    return directory / CHECKPOINTS / f"generation-{number:012d}"
+
+
+def generations_in(directory: Path) -> list[int]:
+    """The numbers of the checkpoints there, oldest first."""
+    try:
+        names = os.listdir(directory / CHECKPOINTS)
+    except FileNotFoundError:
+        return []
+    return sorted(int(found.group(1)) for found in map(_NAME.fullmatch, names) if found)
+
+
+def refuse_checkpoints(directories: Sequence[Path]) -> str | None:
+    """Raises ``StoreError`` where a new store in ``directories`` would overwrite checkpoints.
+
+    Returns the name of a store that was prepared for checkpoints here and never made one, for the new one to take.
+    """
+    first = directories[0]
+    if generations_in(first):
+        raise StoreError(
+            f"{first} holds a checkpoint (number {generations_in(first)[-1]}), which was left as it is: "
+            "lohan_fx.compile(..., resume_from_checkpoint=True) continues from it; remove "
+            f"{first / CHECKPOINTS} to begin anew there, or name another directory"
+        )
+    unused: str | None = None
+    for index, directory in enumerate(directories):
+        if not os.path.lexists(directory / CHECKPOINTS / IDENTITY):
+            continue
+        found = identity_of(directory)
+        if index == 0 and found["index"] == 0:
+            unused = found["run"]
+        if found["run"] != unused:
+            raise StoreError(
+                f"{directory} belongs to a store that may have checkpoints in another directory: it was left as it is; "
+                f"remove {directory / CHECKPOINTS} to begin anew there, or name another directory"
+            )
+    return unused
+
+
+def make_checkpoint_directory(directory: Path, backend: FileBackend) -> None:
+    """Make the directory for manifests. Raises ``StoreError`` where others than its owner could change it."""
+    place = directory / CHECKPOINTS
+    with suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+    check_private(place)
+    backend.sync_directory(directory)
+
+
+def check_private(place: Path) -> None:
+    """Raises ``StoreError`` unless ``place`` is a directory of this user alone, and no link to one."""
+    status = os.lstat(place)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StoreError(
+            f"{place} is not a directory of this user alone (mode {stat.S_IMODE(status.st_mode):04o}, owner "
+            f"{status.st_uid}): checkpoints are neither read nor written there; chown it and chmod 700, or move it away"
+        )
+
+
+def write_generation(directory: Path, number: int, data: bytes, backend: FileBackend) -> None:
+    """Put the manifest ``data`` on the drive under its name: all of it, or nothing. Raises ``StoreError``."""
+    target = generation_path(directory, number)
+    with reported_as_store_error(f"writing the checkpoint {target}"):
+        _write_file(target, data, backend)
+
+
+def remove_generation(directory: Path, number: int, backend: FileBackend) -> None:
+    """Remove a manifest; may raise ``OSError``."""
+    backend.remove(generation_path(directory, number))
+    backend.sync_directory(directory / CHECKPOINTS)
+
+
+def write_identity(directory: Path, run: str, index: int, count: int, backend: FileBackend) -> None:
+    """Say in ``directory`` which of the directories of which store it is; may raise ``OSError``."""
+    data = json.dumps({"run": run, "index": index, "count": count}).encode()
+    _write_file(directory / CHECKPOINTS / IDENTITY, data, backend)
+
+
+def _write_file(target: Path, data: bytes, backend: FileBackend) -> None:
+    temporary = target.parent / TEMPORARY
+    with suppress(FileNotFoundError):  # of a run that was killed
+        backend.remove(temporary)
+    fd = backend.open(temporary, direct=False)
+    try:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            with suppress(InterruptedError):
+                count = backend.pwritev(fd, view[done:], done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                done += count
+        backend.fdatasync(fd)
+    finally:
+        backend.close(fd)
+    backend.rename(temporary, target)
+    backend.sync_directory(target.parent)
+
+
+def read_generation(directory: Path, number: int) -> Manifest:
+    """The manifest of checkpoint ``number``, checked. Raises ``StoreError``."""
+    path = generation_path(directory, number)
+    manifest = Manifest.from_bytes(_read_file(path, MAX_MANIFEST_BYTES), str(path))
+    if manifest.generation != number:
+        raise StoreError(f"{path} says that it is checkpoint {manifest.generation}: it was renamed or damaged")
+    return manifest
+
+
+def read_generations(directories: Sequence[Path]) -> list[Manifest]:
+    """The checkpoints kept in ``directories``, oldest first; none where there are none.
+
+    Raises ``StoreError`` where they are not the directories of one store in their order, or the newest is damaged.
+    """
+    numbers = generations_in(directories[0])
+    if not numbers:
+        return []
+    check_private(directories[0] / CHECKPOINTS)
+    newest = read_generation(directories[0], numbers[-1])
+    if len(newest.file_bytes) != len(directories):
+        raise StoreError(
+            f"the checkpoint in {directories[0]} is of {len(newest.file_bytes)} directories; {len(directories)} were "
+            "given: name those of the run that wrote it, in its order"
+        )
+    for index, directory in enumerate(directories):
+        _check_identity(directory, newest.run, index)
+    older = [number for number in numbers[:-1] if number > newest.generation - newest.keep]
+    return [*(_older(directories[0], number, newest) for number in older), newest]
+
+
+def _older(directory: Path, number: int, newest: Manifest) -> Manifest:
+    manifest = read_generation(directory, number)
+    same = manifest.run == newest.run and manifest.extents.keys() == newest.extents.keys()
+    if not same or any(manifest.extents[name].slots != extent.slots for name, extent in newest.extents.items()):
+        raise StoreError(f"{generation_path(directory, number)} is of another store than the newest: move it away")
+    return manifest
+
+
+def _check_identity(directory: Path, run: str, index: int) -> None:
+    found = identity_of(directory)
+    if found["run"] != run or found["index"] != index:
+        raise StoreError(
+            f"{directory} is not directory {index} of the store that wrote the checkpoint: name the directories of that "
+            "run, in its order"
+        )
+
+
+def identity_of(directory: Path) -> dict[str, Any]:
+    """What ``write_identity`` said. Raises ``StoreError`` where that cannot be read."""
+    path = directory / CHECKPOINTS / IDENTITY
+    with reported_as_store_error(f"looking at {path.parent}"):
+        check_private(path.parent)
+    try:
+        found = json.loads(_read_file(path, 4096))
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is damaged ({error}): the directory cannot be recognised") from error
+    good = isinstance(found, dict) and isinstance(found.get("run"), str) and isinstance(found.get("index"), int)
+    if not good or not re.fullmatch(r"[0-9a-f]{32}", found["run"]):
+        raise StoreError(f"{path} is damaged: the directory cannot be recognised")
+    return dict(found)
+
+
+def _read_file(path: Path, limit_bytes: int) -> bytes:
+    with reported_as_store_error(f"reading {path}"):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
+                raise StoreError(f"{path} is not a file of at most {limit_bytes} bytes: it was left as it is")
+            data: bytes = file.read(limit_bytes)
+            return data

@@ -1,0 +1,239 @@
+"""generations: checkpoints of a store that are a manifest each, not a copy (docs/0010).
+
+After a commit the first write to a chunk goes to a free slot of it and later ones stay there, so what the manifest
+names is never overwritten. Commit: everything else to the drive (``fdatasync``), then the manifest into a temporary
+file, ``fdatasync`` of it, an atomic rename, ``fsync`` of the directory.
+
+Guarantees: killed at any moment, or after a power loss that keeps what was synced, the newest manifest of the
+directory names chunks that are whole and of one moment. A commit that fails leaves the one before it in force; one of
+which that is unknown stops all further writes. What an earlier process wrote is compared with its checksum at its
+first read.
+Assumes: nothing is under way during ``commit``; the directories are locked.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from lohan_fx.errors import StoreError
+from lohan_fx.runtime.checksum import checksum
+from lohan_fx.runtime.file_backend import FileBackend
+from lohan_fx.runtime.generation_files import (
+    generation_path,
+    generations_in,
+    make_checkpoint_directory,
+    remove_generation,
+    write_generation,
+    write_identity,
+)
+from lohan_fx.runtime.manifest import ExtentRecord, Manifest
+from lohan_fx.runtime.store_file import reported_as_store_error
+from lohan_fx.runtime.striping import Piece
+from lohan_fx.runtime.versions import Span, Versions
+
+_LOG = logging.getLogger(__name__)
+
+
+class Files(Protocol):
+    """What the store lends: raw transfers between memory and pieces, and a flush of its files."""
+
+    def read_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None: ...
+    def write_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Generations:
+    """The extents of one store that checkpoints keep. ``keep`` checkpoints are there at a time, each chunk having
+    ``keep + 1`` slots."""
+
+    def __init__(
+        self, directories: Sequence[Path], files: Files, backend: FileBackend, keep: int, *, run: str | None = None
+    ) -> None:
+        self.keep = keep
+        self.run = run or uuid.uuid4().hex
+        self.committed = 0
+        self._directories = list(directories)
+        self._files = files
+        self._backend = backend
+        self._extents: dict[str, tuple[int, Versions]] = {}
+        self._lock = threading.Lock()
+        self._copying = threading.Lock()
+        self._uncertain: BaseException | None = None
+        self._named = False
+
+    def add(self, name: str, nbytes: int, versions: Versions) -> None:
+        """Keep the extent ``name`` from now on."""
+        self._extents[name] = nbytes, versions
+
+    def versions(self, name: str) -> Versions:
+        """The chunks of extent ``name``."""
+        return self._extents[name][1]
+
+    def resume(self, manifest: Manifest, older: Sequence[Manifest]) -> None:
+        """Go on after ``manifest``; ``older`` are kept too, oldest first. All of one run and layout."""
+        self.run, self.committed, self._named = manifest.run, manifest.generation, True
+        for name, record in manifest.extents.items():
+            versions = Versions.resumed(
+                record.padded_bytes, record.chunk_bytes, record.slots, record.current, record.sums
+            )
+            kept = [*(m.extents[name].current for m in older), record.current]
+            versions.kept = [slots.copy() for slots in kept][-self.keep :]
+            self._extents[name] = record.nbytes, versions
+
+    # --- transfers --------------------------------------------------------------------------------------------
+
+    def read(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
+        """Fill ``view`` from ``start`` of the extent. ``StoreError`` where it is not what was once written."""
+        for span in versions.spans(start, start + len(view)):
+            part = view[span.start - start : span.end - start]
+            self._files.read_pieces(versions.pieces(span.chunk), span.start, part, what)
+            if versions.must_check(span.chunk):
+                self._check(versions, span, part, what)
+
+    def _check(self, versions: Versions, span: Span, part: memoryview, what: str) -> None:
+        whole = versions.span_of(span.chunk)
+        if span.whole:
+            found = checksum(part)
+        else:
+            view = _scratch(whole)
+            self._files.read_pieces(versions.pieces(span.chunk), whole.start, view, what)
+            found = checksum(view)
+        if found != int(versions.sums[span.chunk]):
+            raise StoreError(
+                f"{what}: bytes {whole.start} to {whole.end} of it are damaged: their checksum is {found:#018x}, the "
+                f"checkpoint says {int(versions.sums[span.chunk]):#018x}; lohan-fx fsck lists all damage in "
+                f"{', '.join(map(str, self._directories))}"
+            )
+        versions.checked(span.chunk)
+
+    def write(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
+        """Write ``view`` at ``start`` of the extent, to slots that no kept generation needs."""
+        self._refuse_if_uncertain(what)
+        for span in versions.spans(start, start + len(view)):
+            part = view[span.start - start : span.end - start]
+            self._copy_rest(versions, span, what)
+            with self._lock:
+                versions.begin_write(span)
+            found = checksum(part) if span.whole else None
+            try:
+                self._files.write_pieces(versions.pieces(span.chunk), span.start, part, what)
+            except BaseException:
+                with self._lock:
+                    versions.write_failed(span)
+                raise
+            with self._lock:
+                versions.end_write(span, found)
+
+    def _copy_rest(self, versions: Versions, span: Span, what: str) -> None:
+        """The first write after a commit is to a part of a chunk: its new slot gets the rest from the old one."""
+        with self._copying:
+            with self._lock:
+                if not versions.needs_copy(span):
+                    return
+                slot = versions.free_slot(span.chunk)
+            whole = versions.span_of(span.chunk)
+            view = _scratch(whole)
+            self.read(versions, whole.start, view, what)
+            self._files.write_pieces(versions.slots[slot], whole.start, view, what)
+            with self._lock:
+                versions.move(span.chunk, slot)
+
+    # --- commit -----------------------------------------------------------------------------------------------
+
+    def commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
+        """Make what is written a checkpoint with ``state``; its number. Raises ``StoreError``; then the last holds."""
+        self._refuse_if_uncertain("committing a checkpoint")
+        for name, (_, versions) in self._extents.items():
+            self._refuse_if_failed(name, versions)
+            for chunk in versions.unknown():
+                self._find_checksum(name, versions, chunk)
+        try:
+            self._files.flush()
+        except BaseException as error:
+            # What the drive dropped once it may not miss the next time: a later flush that succeeds proves nothing.
+            self._uncertain = error
+            raise
+        directory = self._directories[0]
+        if not self._named:
+            self._name_directories()
+        number = self.committed + 1
+        manifest = Manifest(
+            run=self.run,
+            generation=number,
+            keep=self.keep,
+            file_bytes=tuple(file_bytes),
+            extents={name: _record(nbytes, versions) for name, (nbytes, versions) in self._extents.items()},
+            state=state,
+        )
+        data = manifest.to_bytes()
+        self._undone_if_failing(number, lambda: write_generation(directory, number, data, self._backend))
+        with self._lock:
+            for _, versions in self._extents.values():
+                versions.committed(self.keep)
+            self.committed = number
+        self._remove_old(number)
+        return number
+
+    def _refuse_if_failed(self, name: str, versions: Versions) -> None:
+        if versions.failed.any():
+            raise StoreError(
+                f"committing a checkpoint: a write to {name!r} failed, and what it was to write has not been written "
+                "since; finish another step, or resume from the last checkpoint"
+            )
+
+    def _find_checksum(self, name: str, versions: Versions, chunk: int) -> None:
+        span = versions.span_of(chunk)
+        view = _scratch(span)
+        self._files.read_pieces(versions.pieces(chunk), span.start, view, f"reading {name!r} for its checksum")
+        versions.sums[chunk], versions.known[chunk] = checksum(view), True
+
+    def _name_directories(self) -> None:
+        for index, directory in enumerate(self._directories):
+            with reported_as_store_error(f"preparing {directory} for checkpoints"):
+                make_checkpoint_directory(directory, self._backend)
+                write_identity(directory, self.run, index, len(self._directories), self._backend)
+        self._named = True
+
+    def _undone_if_failing(self, number: int, write: Callable[[], None]) -> None:
+        """If it cannot be known whether the new manifest is in force, its chunks may not be written again."""
+        try:
+            write()
+        except BaseException as error:
+            try:
+                with suppress(FileNotFoundError):
+                    remove_generation(self._directories[0], number, self._backend)
+            except OSError:
+                self._uncertain = error
+            raise
+
+    def _remove_old(self, newest: int) -> None:
+        directory = self._directories[0]
+        for number in generations_in(directory):
+            if number <= newest - self.keep:
+                try:
+                    remove_generation(directory, number, self._backend)
+                except OSError as error:  # the next commit tries again; the newest is in force all the same
+                    _LOG.warning("cannot remove the old checkpoint %s: %s", generation_path(directory, number), error)
+
+    def _refuse_if_uncertain(self, what: str) -> None:
+        if self._uncertain is not None:
+            raise StoreError(
+                f"{what}: an earlier commit failed in a way that leaves open what is on the drive ({self._uncertain}); "
+                "end this run and resume from the last checkpoint"
+            ) from self._uncertain
+
+
+def _record(nbytes: int, versions: Versions) -> ExtentRecord:
+    return ExtentRecord(nbytes, versions.chunk_bytes, versions.slots, versions.current, versions.sums)
+
+
+def _scratch(span: Span) -> memoryview:
+    """Page-aligned memory for a chunk; it goes with the last view of it."""
+    return memoryview(mmap.mmap(-1, span.end - span.start))

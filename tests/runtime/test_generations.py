@@ -1,0 +1,461 @@
+"""Checkpoints of a store: what is committed is there again after any end, and damage of any kind is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.lossy_drive import LossyDrive
+from lohan_fx.errors import StoreError
+from lohan_fx.runtime.file_backend import FileBackend, PosixBackend
+from lohan_fx.runtime.generation_files import CHECKPOINTS, IDENTITY, generation_path, generations_in, read_generations
+from lohan_fx.runtime.manifest import VERSION, Manifest, sealed
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.store_file import STORE_NAME
+from tests.runtime.faulty_backend import FaultyBackend
+from tests.runtime.test_nvme_store import PAGE, contents, page_aligned, patterned
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+SIZES = {"a": 5 * PAGE + 100, "b": PAGE, "scratch": 3 * PAGE}
+CHUNKS = {"a": 2 * PAGE, "b": 4 * PAGE}
+KEPT = tuple(CHUNKS)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    made = tmp_path / "nvme"
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
+
+
+def begin(*directories: Path, keep: int = 1, backend: FileBackend | None = None) -> NvmeStore:
+    store = NvmeStore(directories, backend=backend, stripe_bytes=PAGE)
+    store.keep_generations(keep)
+    store.allocate(SIZES, chunk_bytes=CHUNKS)
+    return store
+
+
+def resume(*directories: Path, backend: FileBackend | None = None) -> NvmeStore:
+    return NvmeStore(directories, backend=backend, stripe_bytes=PAGE, resume=read_generations(directories))
+
+
+def fill(store: NvmeStore, seed: int) -> dict[str, bytes]:
+    """Write all that is kept anew; what it is then."""
+    for name in KEPT:
+        store.write(name, 0, patterned(-(-SIZES[name] // PAGE) * PAGE, seed), SIZES[name])
+    return everything(store)
+
+
+def everything(store: NvmeStore) -> dict[str, bytes]:
+    return {name: bytes(contents(store, name, SIZES[name]).numpy()) for name in KEPT}
+
+
+class Dead(Exception):
+    pass
+
+
+def die() -> None:
+    raise Dead
+
+
+# --- commit and resume -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_what_was_committed_is_there_again_and_nothing_else(directory: Path, keep: int) -> None:
+    with begin(directory, keep=keep) as store:
+        for seed in range(keep + 2):
+            expected = fill(store, seed)
+            assert store.commit({"seed": seed}) == seed + 1
+        fill(store, 99)
+    assert generations_in(directory) == list(range(3, keep + 3))
+    manifests = read_generations([directory])
+    assert [m.state["seed"] for m in manifests] == list(range(2, keep + 2))
+    with resume(directory) as store:
+        assert everything(store) == expected
+        assert (store.committed, store.keeps) == (keep + 2, keep)
+
+
+def test_scratch_is_not_kept_and_its_room_used_again(directory: Path) -> None:
+    with begin(directory) as store:
+        store.write("scratch", 0, page_aligned(3 * PAGE, 7), 3 * PAGE)
+        fill(store, 0)
+        store.commit({})
+    sizes = set()
+    for _ in range(3):
+        with resume(directory) as store:
+            store.allocate({"scratch": 3 * PAGE})
+            assert not contents(store, "scratch", 3 * PAGE).any()
+            sizes.add(store.nbytes_allocated)
+            store.commit({})
+    assert len(sizes) == 1
+
+
+def test_disk_space_is_twice_the_states_and_taken_when_asked_for(directory: Path) -> None:
+    with NvmeStore([directory]) as store:
+        store.allocate(SIZES, chunk_bytes=CHUNKS)
+        assert store.nbytes_allocated == (6 + 1 + 3) * PAGE
+        before = everything(store) if fill(store, 5) else {}
+        store.keep_generations(1)
+        assert store.nbytes_allocated == (6 + 1 + 3 + 6 + 1) * PAGE
+        assert everything(store) == before
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == before
+
+
+def test_too_little_space_for_checkpoints_is_found_before_anything_is_written(directory: Path) -> None:
+    backend = FaultyBackend(free_bytes={directory: 11 * PAGE})
+    with NvmeStore([directory], backend=backend) as store:
+        store.allocate(SIZES, chunk_bytes=CHUNKS)
+        backend._free_bytes[directory] = 6 * PAGE
+        with pytest.raises(StoreError, match=rf"{7 * PAGE} bytes are needed .* {6 * PAGE} are free"):
+            store.keep_generations(1)
+        assert store.nbytes_allocated == 10 * PAGE
+    assert not list(directory.iterdir())
+
+
+def test_without_a_commit_nothing_is_left_behind(directory: Path) -> None:
+    with begin(directory) as store:
+        fill(store, 0)
+    assert not list(directory.iterdir())
+
+
+def test_a_resumed_store_reads_nothing_by_itself(directory: Path) -> None:
+    with begin(directory) as store:
+        fill(store, 0)
+        store.commit({})
+    with resume(directory) as store:
+        assert (store.bytes_read, store.bytes_written) == (0, 0)
+
+
+def test_first_write_goes_elsewhere_and_later_ones_stay(directory: Path) -> None:
+    with begin(directory) as store:
+        fill(store, 0)
+        store.commit({})
+        assert store._extents["a"].versions is not None
+        versions = store._extents["a"].versions
+        before = versions.current.copy()
+        for _ in range(3):
+            store.write("a", 0, patterned(2 * PAGE, 1), 2 * PAGE)
+            assert versions.current[0] != before[0]
+            assert (versions.current[1:] == before[1:]).all()
+
+
+# --- any sequence of writes, commits and ends --------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_sequence_of_writes_commits_and_power_losses(data: st.DataObject, tmp_path_factory: Any) -> None:
+    directories = [tmp_path_factory.mktemp("store", numbered=True) for _ in range(data.draw(st.integers(1, 2)))]
+    keep = data.draw(st.integers(1, 2))
+    possible: list[dict[str, bytes] | None] = [None]
+    for life in range(data.draw(st.integers(1, 4))):
+        drive = LossyDrive(data.draw(st.integers(1, 60)), seed=life, loses=data.draw(st.booleans()), on_death=die)
+        store: NvmeStore | None = None
+        try:
+            if read_generations(directories):
+                store = resume(*directories, backend=drive)
+                assert everything(store) in possible
+                possible = [everything(store)]
+            else:
+                assert None in possible
+                store = begin(*directories, keep=keep, backend=drive)
+            _live(store, data, possible)
+        except Dead:
+            pass
+        finally:
+            if store is not None:
+                store.close(remove=False)
+    if read_generations(directories):
+        with resume(*directories) as store:
+            assert everything(store) in possible
+
+
+def _live(store: NvmeStore, data: st.DataObject, possible: list[dict[str, bytes] | None]) -> None:
+    """Write parts and commit, for as long as the drive lives; ``possible`` is what a resume may find."""
+    fill(store, data.draw(st.integers(0, 9)))
+    for _ in range(data.draw(st.integers(1, 8))):
+        name = data.draw(st.sampled_from(KEPT))
+        pages = -(-SIZES[name] // PAGE)
+        first = data.draw(st.integers(0, pages - 1))
+        nbytes = min(data.draw(st.integers(1, pages)) * PAGE, SIZES[name] - first * PAGE)
+        store.write(name, first * PAGE, patterned(pages * PAGE, data.draw(st.integers(0, 99))), nbytes)
+        if data.draw(st.booleans()):
+            now = everything(store)
+            possible.append(now)  # the commit may succeed although its process never hears of it
+            store.commit({})
+            possible[:] = [now]
+
+
+# --- faults during a commit --------------------------------------------------------------------------------------
+
+
+class Failing(PosixBackend):
+    """The ``call`` of that name fails, from the ``skip``-th on, ``times`` times."""
+
+    def __init__(self) -> None:
+        self.call, self.times = "", 0
+
+    def _maybe(self, call: str) -> None:
+        if call == self.call and self.times > 0:
+            self.times -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fdatasync(self, fd: int) -> None:
+        self._maybe("fdatasync")
+        super().fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe("rename")
+        super().rename(source, target)
+
+    def sync_directory(self, directory: Path) -> None:
+        self._maybe("sync_directory")
+        super().sync_directory(directory)
+
+
+@pytest.mark.parametrize(("call", "times", "goes_on"), [("rename", 1, True), ("sync_directory", 1, True),
+                         ("sync_directory", 2, False), ("fdatasync", 1, False)])  # fmt: skip
+def test_a_commit_that_fails_leaves_the_last_in_force(directory: Path, call: str, times: int, goes_on: bool) -> None:
+    backend = Failing()
+    with begin(directory, backend=backend) as store:
+        expected = fill(store, 0)
+        store.commit({})
+        later = fill(store, 1)
+        backend.call, backend.times = call, times
+        with pytest.raises(StoreError, match=r"Input/output error"):
+            store.commit({})
+        if goes_on:
+            later = fill(store, 2)
+            assert store.commit({}) == 2
+            expected = later
+        else:
+            with pytest.raises(StoreError, match=r"resume from the last checkpoint"):
+                store.commit({})
+            with pytest.raises(StoreError, match=r"resume from the last checkpoint"):
+                fill(store, 3)
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+def test_nothing_is_committed_over_a_write_that_failed(directory: Path) -> None:
+    backend = FaultyBackend()
+    with begin(directory, backend=backend) as store:
+        fill(store, 0)
+        store.commit({})
+        backend.faults["pwritev"] = [errno.EIO]
+        with pytest.raises(StoreError):
+            fill(store, 1)
+        with pytest.raises(StoreError, match="a write to 'a' failed"):
+            store.commit({})
+        expected = fill(store, 2)
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+# --- damage and strangers ----------------------------------------------------------------------------------------
+
+
+def committed(directory: Path) -> Manifest:
+    with begin(directory) as store:
+        fill(store, 0)
+        store.commit({})
+    return read_generations([directory])[0]
+
+
+@pytest.mark.parametrize("nbytes", [SIZES["a"], PAGE])
+def test_a_flipped_bit_is_found_by_the_first_read(directory: Path, nbytes: int) -> None:
+    record = committed(directory).extents["a"]
+    place = record.slots[record.current[0]][0].file_offset_bytes
+    with (directory / STORE_NAME).open("r+b") as file:
+        file.seek(place + 5)
+        byte = file.read(1)[0]
+        file.seek(place + 5)
+        file.write(bytes([byte ^ 1]))
+    with resume(directory) as store:
+        with pytest.raises(StoreError, match=rf"extent 'a': bytes 0 to {2 * PAGE} of it are damaged.*fsck"):
+            contents(store, "a", nbytes)
+        assert contents(store, "b", PAGE).numel() == PAGE
+
+
+def test_a_new_store_leaves_checkpoints_alone(directory: Path) -> None:
+    committed(directory)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match=r"holds a checkpoint \(number 1\).*resume_from_checkpoint=True"):
+        NvmeStore([directory])
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_directories_in_another_order_are_refused(directory: Path) -> None:
+    one, two = directory / "one", directory / "two"
+    one.mkdir(), two.mkdir()
+    with begin(one, two) as store:
+        fill(store, 0)
+        store.commit({})
+    for wrong in ([two], [one], [one, one]):
+        with pytest.raises(StoreError, match=r"name|continues"):
+            resume(*wrong)
+    with pytest.raises(StoreError, match="belongs to a store"):
+        NvmeStore([two])
+    with resume(one, two) as store:
+        everything(store)
+
+
+def test_files_are_their_owners_only(directory: Path) -> None:
+    committed(directory)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*")}
+    assert modes == {STORE_NAME: 0o600, CHECKPOINTS: 0o700, IDENTITY: 0o600, "generation-000000000001": 0o600}
+
+
+@pytest.mark.parametrize("place", [STORE_NAME, f"{CHECKPOINTS}/generation-000000000001", CHECKPOINTS])
+def test_links_are_not_followed(directory: Path, place: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    committed(directory)
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
+    (directory / place).rename(elsewhere)
+    (directory / place).symlink_to(elsewhere)
+    with pytest.raises(StoreError):
+        resume(directory)
+
+
+@pytest.mark.parametrize("change", [lambda p: p.chmod(0o644), lambda p: os.truncate(p, PAGE), Path.unlink])
+def test_a_store_file_that_is_not_ours_is_refused(directory: Path, change: Callable[[Path], None]) -> None:
+    committed(directory)
+    change(directory / STORE_NAME)
+    with pytest.raises(StoreError):
+        resume(directory)
+
+
+def test_other_formats_are_refused_untouched(directory: Path) -> None:
+    committed(directory)
+    path = generation_path(directory, 1)
+    body = path.read_bytes().partition(b"\n")[2]
+    newer = sealed(body).replace(f"checkpoint {VERSION} ".encode(), f"checkpoint {VERSION + 1} ".encode(), 1)
+    for data, word in (
+        (newer, f"is of format {VERSION + 1}"),
+        (b"PK\x03\x04 something", "not a checkpoint"),
+        (sealed(body)[:-9], "checksum does not match"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match=word):
+            resume(directory)
+        assert path.read_bytes() == data
+    assert sorted(p.name for p in directory.iterdir()) == [CHECKPOINTS, STORE_NAME]
+
+
+# --- manifests that somebody else wrote --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manifest]:
+    directory = tmp_path_factory.mktemp("manifest")
+    directory.chmod(0o700)
+    with begin(directory) as store:
+        fill(store, 0)
+        store.commit({"step": 3})
+    yield read_generations([directory])[0]
+
+
+def good_places(found: Manifest) -> bool:
+    """Judged anew, byte by byte of the pages: all inside, none twice, all covered."""
+    pages: set[tuple[int, int]] = set()
+    for record in found.extents.values():
+        for slot in record.slots:
+            covered = 0
+            for piece in slot:
+                assert piece.start_bytes == covered
+                covered += piece.nbytes
+                for offset in range(piece.file_offset_bytes, piece.file_offset_bytes + piece.nbytes, PAGE):
+                    assert offset >= 0 and offset + PAGE <= found.file_bytes[piece.file_index]
+                    assert (piece.file_index, offset) not in pages
+                    pages.add((piece.file_index, offset))
+            assert covered == record.padded_bytes
+        assert all(number < len(record.slots) for number in record.current)
+    return True
+
+
+numbers = st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, PAGE, -PAGE, 2**63, 2**31])
+strange = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_no_manifest_leads_out_of_the_files(data: st.DataObject, manifest: Manifest) -> None:
+    body = json.loads(manifest.to_bytes().partition(b"\n")[2])
+    for _ in range(data.draw(st.integers(1, 3))):
+        _mutate(data, body)
+    try:
+        found = Manifest.from_bytes(sealed(json.dumps(body).encode()), "here")
+    except StoreError as error:
+        assert str(error).startswith("here is damaged")
+    else:
+        if sum(found.file_bytes) < 1 << 24:
+            assert good_places(found)
+
+
+def _mutate(data: st.DataObject, body: Any) -> None:
+    place = body
+    while True:
+        keys = sorted(place) if isinstance(place, dict) else range(len(place))
+        if not len(keys):
+            return
+        key = data.draw(st.sampled_from(list(keys)))
+        inner = place[key]
+        if isinstance(inner, dict | list) and data.draw(st.integers(0, 4)):
+            place = inner
+            continue
+        if isinstance(inner, str) and inner and data.draw(st.booleans()):
+            index = data.draw(st.integers(0, len(inner) - 1))
+            place[key] = inner[:index] + data.draw(st.sampled_from("AB/+=z0")) + inner[index + 1 :]
+        elif isinstance(inner, int) and data.draw(st.booleans()):
+            place[key] = inner + data.draw(st.sampled_from([-1, 1, PAGE, -PAGE]))
+        else:
+            place[key] = data.draw(strange)
+        return
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_bytes_are_a_manifest_or_a_store_error(data: st.DataObject, manifest: Manifest) -> None:
+    raw = bytearray(manifest.to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)))
+    for candidate in (bytes(raw), bytes(raw[:cut]), sealed(bytes(raw[cut:])), data.draw(st.binary(max_size=64))):
+        try:
+            Manifest.from_bytes(candidate, "here")
+        except StoreError:
+            continue
+        assert candidate == manifest.to_bytes()
+
+
+def test_deeply_nested_json_is_refused() -> None:
+    with pytest.raises(StoreError, match="damaged"):
+        Manifest.from_bytes(sealed(b"[" * 200_000), "here")
+
+
+def test_a_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
+    again = Manifest.from_bytes(manifest.to_bytes(), "here")
+    assert again.to_bytes() == manifest.to_bytes()
+    assert dataclasses.replace(again, extents={}) == dataclasses.replace(manifest, extents={})
+    assert torch.equal(torch.tensor(again.extents["a"].current), torch.tensor(manifest.extents["a"].current))
