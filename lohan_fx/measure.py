@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.optim.adamw import adamw
 
 from lohan_fx import machine, measure_nvme
 from lohan_fx.hardware import DTYPES, HardwareProfile
 from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
+from lohan_fx.runtime import adam
+from lohan_fx.runtime.adam import AdamOptions
 
 Announce = Callable[[str], None]
 
@@ -41,7 +42,11 @@ _DRIVES_SHARE = 0.55
 _MIN_RUNS = 3
 _OTHER_LOAD = 0.1  # share of the processors that others may use before the rates are worth a warning
 _COPY_BYTES = 256 * 2**20  # several times any cache but the very largest
-_ADAM_PARAMETERS = 4 * 2**20
+_ADAM_CHUNK = 2**19
+_ADAM_CHUNKS = 16
+_ADAM_OPTIONS = AdamOptions(
+    lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=True
+)
 _OPS_PER_RUN = 500
 _PROC_STAT = Path("/proc/stat")
 
@@ -169,17 +174,19 @@ def _device_buffer(device: str) -> torch.Tensor:
 
 
 def _adam_parameters_per_s(device: str, seconds: float) -> float:
-    """Rate of torch's fused fp32 AdamW on the processor, whatever the compute device is, with all threads."""
-    parameter, gradient, mean, square = (torch.rand(_ADAM_PARAMETERS) for _ in range(4))
-    step = torch.tensor(1.0)
+    """Rate of the runtime's update of a chunk (two casts and fused AdamW) on the processor, whatever the compute device
+    is, with all threads, over more memory than a cache holds."""
+    del device
+    chunks = [[torch.rand(_ADAM_CHUNK) for _ in range(4)] for _ in range(_ADAM_CHUNKS)]
+    half = torch.rand(_ADAM_CHUNK).bfloat16()
 
     def update() -> None:
-        adamw(
-            [parameter], [gradient], [mean], [square], [], [step],
-            fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-4, weight_decay=0.01, eps=1e-8, maximize=False,
-        )  # fmt: skip
+        for master, gradient, mean, square in chunks:
+            gradient.copy_(half)
+            adam.update(_ADAM_OPTIONS, 1, master, gradient, mean, square)
+            half.copy_(master)
 
-    return _ADAM_PARAMETERS / _median_seconds(update, "cpu", seconds)
+    return _ADAM_CHUNK * _ADAM_CHUNKS / _median_seconds(update, "cpu", seconds)
 
 
 def _op_overhead_s(device: str, seconds: float) -> float:

@@ -9,6 +9,7 @@ Assumes: forwards, backwards and ``step`` are called one after the other (by one
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from lohan_fx.runtime.states import States
 from lohan_fx.runtime.timeline import Timeline
 
 SSD_THREADS = 3
+OTHER_THREADS = 2
+"""Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
 
 Options = Callable[[int], AdamOptions | None]
 """slot -> the hyper-parameters of its update now; None where the optimizer was not given that parameter."""
@@ -99,8 +102,9 @@ class Engine:
             },
             pin=self.device.type == "cuda",
         )
-        # A lane's copies and Adam's arithmetic use one thread each: the compute threads keep the cores.
+        # A lane's copies use one thread each: the compute threads keep the cores. So does Adam, unless a GPU computes.
         one_thread = functools.partial(torch.set_num_threads, 1)
+        adam_threads = 1 if self.device.type == "cpu" else max(1, (os.cpu_count() or 1) - OTHER_THREADS)
         compute_threads = torch.get_num_threads()
         self._machine = Machine(
             store=self.store,
@@ -110,7 +114,7 @@ class Engine:
             ssd=Lane("ssd", threads=SSD_THREADS, initializer=one_thread),
             h2d=Lane("h2d", initializer=one_thread),
             d2h=Lane("d2h", initializer=one_thread),
-            cpu=Lane("cpu", initializer=one_thread),
+            cpu=Lane("cpu", initializer=functools.partial(torch.set_num_threads, adam_threads)),
             io_bytes=windows.io_bytes,
         )
         # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory and small files: the tests check behaviour, not speed."""
     monkeypatch.setattr(measure, "_COPY_BYTES", 2**22)
-    monkeypatch.setattr(measure, "_ADAM_PARAMETERS", 2**16)
+    monkeypatch.setattr(measure, "_ADAM_CHUNK", 2**12)
     monkeypatch.setattr(measure_nvme, "_FILE_BYTES", 2**25)
     monkeypatch.setattr(measure_nvme, "_MIN_FILE_BYTES", 2**24)
 
