@@ -27,19 +27,19 @@ STEPS = 3
 PAGE_BYTES = 4096
 RUNNABLE = [policy.name for policy in ALL if policy.runs and policy not in FORCED]
 
-DEVICE_BYTES = {
-    ("gpt2", "lohan"): 400_000,
-    ("gpt2", "lohan-naive"): 400_000,
-    ("gpt2", "lohan-zero"): 400_000,
-    ("gpt2", "lohan-cpuact"): 400_000,
-    ("gpt2", "lohan-cap"): 250_000,
-    ("gpt2", "flashneuron"): 720_000,
-    ("gpt2", "capuchin"): 720_000,
-    ("gpt2", "checkmate"): 720_000,
-    ("gpt2", "str"): 650_000,
-    ("gpt2", "superneurons"): 745_000,
+DEVICE_SHARE = {
+    "lohan": 0.85,
+    "lohan-naive": 0.85,
+    "lohan-zero": 0.85,
+    "lohan-cpuact": 0.85,
+    "lohan-cap": 0.6,
+    "flashneuron": 0.8,
+    "capuchin": 0.8,
+    "checkmate": 0.85,
+    "str": 0.76,
+    "superneurons": 0.967,
 }
-"""Less than keeping everything takes, where a policy would do nothing else."""
+"""Of what the policy takes where there is plenty, on GPT-2: without less it would do nothing else than keep."""
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 KEEPS, TO_HOST, TO_NVME, AGAIN = "keep", "swap:host", "swap:nvme", "recompute"
@@ -63,8 +63,8 @@ DOES: dict[str, tuple[tuple[Tier, Tier, Tier | None], set[str]]] = {
     "vdnn": ((D, D, D), {KEEPS, TO_HOST}),
     "superneurons": ((D, D, D), {KEEPS, TO_HOST, AGAIN}),
 }
-"""Homes of large parameters, their states and waiting gradients; what may happen to large activations that are read.
-LoHan's own search is free to do anything."""
+"""Homes of large parameters, their states and waiting gradients; what may happen to large activations that are read, of
+which swaps do happen on GPT-2. LoHan's own search is free to do anything."""
 
 OFTEN = {"gpt2": RUNNABLE, "llama": ["zero-infinity", "gemini", "flashneuron", "str"]}
 """What a quick run tries; the rest is marked slow."""
@@ -115,7 +115,8 @@ def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_me
 def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
     case: Case, policy: str, hw: HardwareProfile, tmp_path: Path
 ) -> None:
-    found = streamed(case, hw, tmp_path, policy, DEVICE_BYTES.get((case.name, policy)))
+    device_memory = _less(hw, tmp_path, policy) if case is GPT2 and policy in DEVICE_SHARE else None
+    found = streamed(case, hw, tmp_path, policy, device_memory)
     assert_same(found.run, plain_once(case, STEPS))
     plan = found.run.plan
     assert plan is not None and plan.prediction is not None
@@ -126,7 +127,19 @@ def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
         homes, ways = DOES[policy]
         assert _homes(plan) == {homes}
         done = _large_decisions(plan)
-        assert done == ways if case is GPT2 else done <= ways
+        assert done <= ways
+        assert done >= ways & {TO_HOST, TO_NVME} or case is not GPT2
+
+
+def _less(hw: HardwareProfile, nvme: Path, policy: str) -> int:
+    """Device memory at which ``policy`` has to do something on GPT-2."""
+    model = GPT2.build()
+    options: dict[str, Any] = {"host_memory": "2GiB", "compute_dtype": torch.float32, "policy": policy}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=nvme, **options)):
+        prediction = lohan_fx.prepare(model, **GPT2.batch()).prediction
+    torch._dynamo.reset()
+    assert prediction is not None
+    return int(prediction.peak_bytes["device"] * DEVICE_SHARE[policy])
 
 
 def _homes(plan: Plan) -> set[tuple[Tier, Tier | None, Tier | None]]:
