@@ -77,7 +77,7 @@ def compile_training(
     annotate(joint)
     if request.hw.is_this_machine():
         time_ops(joint, torch.device(request.hw.device))
-    plan = request.plan or _search(joint, request, num_outputs, parameters)
+    plan = request.plan or _search(_Rewrites(joint, num_outputs, parameters), request)
     slots = activation_slots(len(plan.activations))
     if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
         _predict(_rewrite(joint, plan, num_outputs, parameters, slots, checked=False), plan, request)
@@ -92,8 +92,9 @@ def plan_training(
 ) -> tuple[Halves, Plan]:
     """What ``compile_training`` decides, and the halves to simulate, without what only running them needs: they are not
     verified and have no code. The joint graph must be annotated."""
-    plan = _search(joint, request, num_outputs, parameters)
-    halves = _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
+    rewrites = _Rewrites(joint, num_outputs, parameters)
+    plan = _search(rewrites, request)
+    halves = rewrites.halves(plan)
     return halves, dataclasses.replace(plan, prediction=_predict(halves, plan, request))
 
 
@@ -125,25 +126,40 @@ def compile_inference(
     return halves, plan
 
 
-def _search(joint: GraphModule, request: Request, num_outputs: int, parameters: dict[str, ParameterInput]) -> Plan:
+class _Rewrites:
+    """The halves that plans make of one joint graph, unverified; only the last are kept, for whoever asks again."""
+
+    def __init__(self, joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> None:
+        self.joint, self.num_outputs, self._parameters = joint, num_outputs, parameters
+        self._last: tuple[Plan, Halves] | None = None
+
+    def halves(self, plan: Plan) -> Halves:
+        if self._last is None or not _same_graphs(self._last[0], plan):
+            slots = range(len(plan.activations))
+            self._last = None  # before the next are made: the halves of a large model are large
+            made = _rewrite(self.joint, plan, self.num_outputs, self._parameters, slots, checked=False)
+            self._last = (plan, made)
+        return self._last[1]
+
+
+def _same_graphs(one: Plan, other: Plan) -> bool:
+    return (one.activations, one.parameters, one.windows) == (other.activations, other.parameters, other.windows)
+
+
+def _search(rewrites: _Rewrites, request: Request) -> Plan:
     seconds = _node_seconds(request)
-    activations = activation_graph(joint, num_outputs=num_outputs, node_seconds=seconds)
-
-    def rewritten(plan: Plan) -> Halves:
-        return _rewrite(joint, plan, num_outputs, parameters, range(len(plan.activations)), checked=False)
-
-    keeping = rewritten(_keep_everything(request))
+    keeping = rewrites.halves(_keep_everything(request))
     costs = traffic(keeping, _keep_everything(request), seconds)
     problem = Problem(
         policy=request.policy,
         compute_dtype=request.compute_dtype,
         parameters=request.parameters,
-        activations=activations,
+        activations=activation_graph(rewrites.joint, num_outputs=rewrites.num_outputs, node_seconds=seconds),
         forward_s=costs.forward_s,
         backward_s=costs.backward_s,
         budgets=request.budgets,
         windows=request.windows,
-        device_peak=lambda plan: _device_peak(rewritten(plan), plan, plan.windows),
+        device_peak=lambda plan: _device_peak(rewrites.halves(plan), plan, plan.windows),
         fetches=fetch_counts(keeping),
     )
     return make_plan(problem, request.hw)
