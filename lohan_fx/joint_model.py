@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lohan_fx import problem as problems
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import parameter_bytes
-from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing
+from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing, quantities_of
 from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
@@ -142,14 +142,42 @@ def plans_of(joint: JointModel, solution: Solution) -> tuple[Plan, ...]:
 
 
 def parameters_of(joint: JointModel, loose: Solution) -> tuple[list[list[int]], ...]:
-    """Whole numbers of parameters at home in each way: as many as a relaxed solution gives memory to, and none that
-    could be elsewhere, which leaves the memory to activations."""
+    """Whole numbers of parameters at home in each way: as many as a relaxed solution gives memory to, or none that could
+    be elsewhere, which leaves the memory to activations; and both with whatever else still fits."""
     divided = [[math.floor(count + ROUNDING) for count in counts] for counts in loose.treated]
     least = [[0] * len(counts) for counts in loose.treated]
     for names, *both in zip(joint.names, divided, least, strict=True):
-        for counts in both:
-            counts[-1] += len(names) - sum(counts)
-    return divided, least
+        for of_thing in both:
+            of_thing[-1] += len(names) - sum(of_thing)
+    found: list[list[list[int]]] = []
+    for counts in (divided, _filled(joint, divided), least, _filled(joint, least)):
+        if counts not in found:
+            found.append(counts)
+    return tuple(found)
+
+
+def _filled(joint: JointModel, treated: Sequence[Sequence[int]]) -> list[list[int]]:
+    """``treated``, and into the memory left what saves most work per byte, one after the other."""
+    counts = [list(of_thing) for of_thing in treated]
+    nothing = [[0] * len(part.seconds) for part in joint.model.blocks], [[0] * len(d) for d in joint.decisions]
+    used = quantities_of(joint.model, *nothing, counts)
+    room = {quantity: limit - used[quantity] for quantity, limit in joint.model.limits.items()}
+    work = joint.model.seconds_of_all
+    moves = []
+    for thing, group in enumerate(joint.model.things):
+        last = group.options[-1]
+        for place, option in enumerate(group.options[:-1]):
+            takes = {quantity: option.get(quantity, 0.0) - last.get(quantity, 0.0) for quantity in room}
+            saves_s = work.at(last) - work.at(option)
+            if saves_s > 0 and sum(takes.values()) > 0:
+                moves.append((saves_s / sum(takes.values()), thing, place, takes))
+    for _, thing, place, takes in sorted(moves, key=lambda move: move[0], reverse=True):
+        most = [int(room[quantity] // nbytes) for quantity, nbytes in takes.items() if nbytes > 0]
+        moved = max(0, min(counts[thing][-1], *most))
+        counts[thing][place] += moved
+        counts[thing][-1] -= moved
+        room = {quantity: left - moved * takes[quantity] for quantity, left in room.items()}
+    return counts
 
 
 def plan_of(joint: JointModel, decisions: dict[str, Decision], treated: Sequence[Sequence[int]]) -> Plan:

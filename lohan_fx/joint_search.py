@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lohan_fx import cost
 from lohan_fx.division import division_of
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -29,17 +28,18 @@ from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Windows
 from lohan_fx.plan_builder import build_plan, default_homes, saving
 from lohan_fx.prefetch import with_prefetch
 from lohan_fx.problem import Problem
-from lohan_fx.step_time import quantities_of_plan, step_seconds, work_of
+from lohan_fx.step_time import quantities_of_plan, step_seconds
 
-ATTEMPTS = 4
+ATTEMPTS = 5
 """How often decisions are made again because the graphs turned out to need more, or less, memory."""
 WORTH_ASKING = 0.002
 """Share of a step that memory found free must promise to save before the graphs are rewritten once more."""
 WINDOW_SHARES = (1.0, 0.25, 0.0)
 """Of the windows, tried in this order where not even the least plan fits the device."""
 MOST_INTEGERS = 20_000
-OPTIMUM_S = 10.0
-"""Most whole numbers and seconds for the exact optimum; beyond them the search's plan has to do."""
+"""Most whole numbers for the exact optimum; with more the search's plan has to do."""
+LEAST_OPTIMUM_S, MOST_OPTIMUM_S, SECONDS_PER_INTEGER = 3.0, 15.0, 0.0025
+"""How long the exact optimum may take: the last millionth can take longer than all before it."""
 EQUAL = 1e-7
 """Share of a step that is no difference."""
 VISIBLE = 0.001
@@ -72,7 +72,7 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
             return _finished(problem, hw, Found(everything, seconds, seconds, seconds, {}), peak)
     problem, least, least_peak = _least(problem)
     best: tuple[Found, int] | None = None
-    graph_bytes = least_peak - _kept_bytes(least)
+    graph_bytes, failed = least_peak - _kept_bytes(least), 0
     for _ in range(ATTEMPTS):
         found = decide(problem, hw, graph_bytes)
         if found is None or (best is not None and found.seconds >= best[0].seconds):
@@ -80,9 +80,9 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
         peak = problem.device_peak(found.plan)
         needed = peak - _kept_bytes(found.plan)
         if missing(problem, found.plan, peak):
-            if best is not None:
-                break
-            graph_bytes = max(needed, graph_bytes + 1)
+            # What graphs need depends on what is decided: the second time with a margin, so that this ends.
+            failed += 1
+            graph_bytes = needed + (failed - 1) * (needed - graph_bytes)
             continue
         best = found, peak
         if _worth_s(problem, found) * (graph_bytes - needed) < WORTH_ASKING * found.seconds:
@@ -102,7 +102,9 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
     if loose is None:
         return None
     walks = [_walk(joint, treated, hw) for treated in parameters_of(joint, loose)]
-    exact = optimum(joint.model, time_limit_s=OPTIMUM_S) if joint.model.integers <= MOST_INTEGERS else None
+    integers = joint.model.integers
+    limit_s = min(LEAST_OPTIMUM_S + SECONDS_PER_INTEGER * integers, MOST_OPTIMUM_S)
+    exact = optimum(joint.model, time_limit_s=limit_s) if integers <= MOST_INTEGERS else None
     candidates = [plan for plan, _ in walks if _fits(joint, plan)]
     walk_s = min((step_seconds(problem, hw, plan) for plan in candidates), default=math.inf)
     if exact is not None:
@@ -123,14 +125,20 @@ def _walk(joint: JointModel, treated: Sequence[Sequence[int]], hw: HardwareProfi
     problem = joint.problem
     bare = plan_of(joint, {}, treated)
     keep, host = _room(joint, bare)
-    work = work_of(problem, quantities_of_plan(problem, bare))
+    fixed = quantities_of_plan(problem, bare)
 
     def step_s(saved_bytes: int, recompute_s: float) -> float:
         swapped = max(0, saved_bytes - keep)
-        moved = dataclasses.replace(
-            work, recompute_s=recompute_s, swapped_bytes=swapped, swapped_nvme_bytes=max(0, swapped - host)
-        )
-        return cost.step_seconds(moved, hw)
+        to_nvme = max(0, swapped - host)
+        if to_nvme and not hw.nvme:
+            return math.inf
+        total = {
+            **fixed,
+            Quantity.RECOMPUTE_S: recompute_s,
+            Quantity.SWAPPED: swapped,
+            Quantity.SWAPPED_NVME: to_nvme,
+        }
+        return joint.model.seconds(total)
 
     choice = search(problem.activations, step_s)
     return plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated), choice
