@@ -95,11 +95,11 @@ class Layout:
 DecideIn = Callable[[Layout, Problem, HardwareProfile], Plan]
 """A decision procedure that works in any layout."""
 
-STREAMED = Layout(Tier.NVME, Tier.NVME)
+STREAMED: Layout = Layout(Tier.NVME, Tier.NVME)
 """LoHan's and Fuyou's: all states on NVMe, gradients consumed on arrival (mechanisms a2)."""
-IN_CORE = Layout(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+IN_CORE: Layout = Layout(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
 """Systems that only move activations: 16 bytes per parameter stay on the device, and its optimizer runs there."""
-IN_HOST = Layout(Tier.HOST, Tier.HOST, Tier.HOST)
+IN_HOST: Layout = Layout(Tier.HOST, Tier.HOST, Tier.HOST)
 """All states in main memory, the optimizer on the CPU after the backward."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lohan_fx.joint_search import joint_search
 from lohan_fx.policies.policy import Policy
 
-LOHAN = Policy(
+LOHAN: Policy = Policy(
     name="lohan",
     source="LoHan",
     parameters="NVMe, what fits in memory",

@@ -37,7 +37,7 @@ DEVICE_SHARE = {
     "capuchin": 0.8,
     "checkmate": 0.85,
     "str": 0.76,
-    "superneurons": 0.967,
+    "superneurons": 0.915,
 }
 """Of what the policy takes where there is plenty, on GPT-2: without less it would do nothing else than keep."""
 
