@@ -172,10 +172,10 @@ def lowest_tier(plan: Plan) -> Tier:
 
 def _check_drives(plan: Plan, asked: Asked) -> None:
     hw = asked.hw
-    if lowest_tier(plan) is not Tier.NVME:
-        return
     needed, capacity = disk_bytes(plan), sum(drive.capacity_bytes for drive in hw.nvme)
     if not hw.nvme:
+        if lowest_tier(plan) is not Tier.NVME:
+            return
         raise ValueError(
             f"policy {plan.policy!r} puts {needed:,} bytes on NVMe, and the hardware profile {hw.name!r} has no drive: "
             "choose a profile with drives, or a policy that stays in memory, or a smaller model"
