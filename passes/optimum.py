@@ -186,11 +186,9 @@ class _Program:
         )
         if result.x is None:
             return None
-        rows = np.flatnonzero(above)
+        places = {int(row): place for place, row in enumerate(np.flatnonzero(above))}
         worth = {
-            quantity: -float(result.ineqlin.marginals[np.searchsorted(rows, row)])
-            * self._unit_s
-            / self._scale[quantity]
+            quantity: -float(result.ineqlin.marginals[places[row]]) * self._unit_s / self._scale[quantity]
             for quantity, row in self._limits.items()
         }
         return self._solution(result.x, self._unit_s * result.fun, exact=False, per_byte_s=worth)
