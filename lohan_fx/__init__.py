@@ -7,6 +7,7 @@ live on NVMe.
 
 import logging
 
+from lohan_fx.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.compile import compile, prepare, release, releasing
 from lohan_fx.dump import dump
 from lohan_fx.errors import (
@@ -41,16 +42,19 @@ __all__ = [
     "Monitor",
     "OffloadedParameterError",
     "Plan",
+    "Resumed",
     "Simulation",
     "StepError",
     "StoreError",
     "VerifyError",
+    "checkpoint",
     "compile",
     "dump",
     "policies",
     "prepare",
     "release",
     "releasing",
+    "resume",
     "simulate",
 ]
 

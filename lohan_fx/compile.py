@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
@@ -20,12 +21,15 @@ from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, Original, slots_of
 from lohan_fx.errors import InfeasiblePlan, LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.pipeline import Request
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Windows
 from lohan_fx.policies import runnable
 from lohan_fx.problem import ParameterFacts
+from lohan_fx.resuming import chunk_elements_of, manifests_to_resume, take_up
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.runtime.store_arguments import check_directory
 from lohan_fx.shell import Shell
 
 Bytes = int | float | str
@@ -46,6 +50,8 @@ def compile(
     policy: str = "lohan",
     plan: Plan | None = None,
     revise: bool = True,
+    checkpoints: int = 0,
+    resume_from_checkpoint: bool | Directories = False,
 ) -> nn.Module:
     """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
 
@@ -63,6 +69,10 @@ def compile(
         plan: obey this plan instead of making one; it must be of this model and input shape.
         revise: let the first steps correct the profile, and replace the plan once if that pays (``self_check``); only
             where the profile was measured on this machine. No number changes by it.
+        checkpoints: how many checkpoints ``lohan_fx.checkpoint`` is to keep in ``nvme``, each for the disk space of the
+            states once more, taken now. 0: it is taken by the first checkpoint, if there ever is one.
+        resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
+            (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
 
     Raises:
         ValueError, TypeError: a bad argument, a model on ``meta``, compiled already, or with unsupported dtypes.
@@ -82,7 +92,10 @@ def compile(
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
+    nvme, manifests = _to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
     windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
+    if manifests:
+        windows = _as_on_disk(windows, manifests[-1], plan)
     budgets = make_budgets(hw, host, device, windows, len(facts))
     _check_largest(facts, budgets.device_memory_bytes)
     request = Request(
@@ -97,13 +110,18 @@ def compile(
         revise=revise,
     )
     with contextlib.ExitStack() as undo:
+        temporary = _is_temporary(nvme, hw)
         directories, cleanup = _directories(nvme, hw)
         undo.callback(cleanup)
-        store = NvmeStore(directories, weights=_weights(directories, hw))
+        store = NvmeStore(directories, weights=_weights(directories, hw), resume=manifests, temporary=temporary)
         undo.callback(store.close)
         engine = Engine(slots, store, torch.device("cuda" if hw.device == "cuda" else "cpu"))
         undo.callback(engine.close)
-        _fill(engine, found, windows.chunk_elements)
+        engine.states.chunk_elements = windows.chunk_elements
+        if manifests:
+            take_up(model, engine, manifests[-1])
+        else:
+            _fill(engine, found, checkpoints)
         originals = {slot: original for slot, (_, original) in found.items()}
         CompiledModel(model, engine, request, originals, cleanup, rss_before_bytes=rss_before_bytes).attach()
         undo.pop_all()
@@ -227,6 +245,52 @@ def _directories(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Pa
     return [directory], lambda: shutil.rmtree(directory, ignore_errors=True)
 
 
+def _to_resume(
+    nvme: Directories | None, hw: HardwareProfile, resume: bool | Directories, checkpoints: int
+) -> tuple[Directories | None, list[Manifest]]:
+    """The directories for the store, and the checkpoints there that it is to begin with."""
+    if not isinstance(resume, bool | str | Path | Sequence):
+        raise TypeError(f"resume_from_checkpoint is {resume!r}: expected True, a directory, or one per drive")
+    if type(checkpoints) is not int or not 0 <= checkpoints < MAX_SLOTS:
+        raise ValueError(f"checkpoints is {checkpoints!r}: expected how many to keep, 0 to {MAX_SLOTS - 1}")
+    if not resume and not checkpoints:
+        return nvme, []
+    named = not isinstance(resume, bool)
+    if not isinstance(resume, bool):
+        if nvme is not None:
+            raise ValueError("both nvme and resume_from_checkpoint name directories: name them in one place")
+        nvme = resume
+    if _is_temporary(nvme, hw):
+        raise ValueError("checkpoints need directories that outlive this run: name them with nvme=")
+    if not resume:
+        return nvme, []
+    directories, _ = _directories(nvme, hw)
+    for directory in directories:
+        check_directory(directory)
+    manifests = manifests_to_resume(directories, must_exist=named)
+    if manifests and checkpoints not in (0, manifests[-1].keep):
+        raise ValueError(
+            f"checkpoints={checkpoints}, but the run that is resumed keeps {manifests[-1].keep}: leave it out, it is kept"
+        )
+    return directories, manifests
+
+
+def _as_on_disk(windows: Windows, manifest: Manifest, plan: Plan | None) -> Windows:
+    """The windows, with chunks as the states on disk are cut."""
+    chunk_elements = chunk_elements_of(manifest)
+    if plan is not None and plan.windows.chunk_elements != chunk_elements:
+        raise ValueError(
+            f"the plan has chunks of {plan.windows.chunk_elements} elements, the checkpoint of {chunk_elements}: leave the "
+            "plan out, or make one with these chunks"
+        )
+    return dataclasses.replace(windows, chunk_elements=chunk_elements)
+
+
+def _is_temporary(nvme: Directories | None, hw: HardwareProfile) -> bool:
+    """Whether the store goes to a directory that is made for this run alone."""
+    return nvme is None and not any(drive.directory for drive in hw.nvme)
+
+
 def default_nvme_root() -> Path:
     """``~/.cache/lohan_fx`` or its equivalent: unlike ``/tmp`` rarely in RAM."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lohan_fx"
@@ -247,13 +311,16 @@ def _weights(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | 
     return [rate for rate in found if rate is not None] if None not in found else None
 
 
-def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], chunk_elements: int) -> None:
+def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], checkpoints: int) -> None:
     """Put all parameters into the store; moments are zeros, which is what unwritten extents read as."""
-    engine.states.chunk_elements = chunk_elements
     extents: dict[str, int] = {}
+    chunk_bytes: dict[str, int] = {}
     for slot, _ in found.values():
-        extents.update(slot.extents(chunk_elements))
-    engine.store.allocate(extents)
+        extents.update(slot.extents(engine.states.chunk_elements))
+        chunk_bytes.update(slot.chunk_bytes(engine.states.chunk_elements))
+    if checkpoints:
+        engine.store.keep_generations(checkpoints)
+    engine.store.allocate(extents, chunk_bytes=chunk_bytes)
     for number, (_, original) in found.items():
         module, name = original.places[0]
         value = module._parameters[name]

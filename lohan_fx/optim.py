@@ -58,6 +58,7 @@ class Adam(torch.optim.Optimizer):
         }  # fmt: skip
         self._engine: Engine | None = None
         self._group_of: dict[int, int] = {}
+        self.steps_done = 0
         super().__init__(params, defaults)
         if self._engine is None:
             raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
@@ -101,7 +102,18 @@ class Adam(torch.optim.Optimizer):
 
         None for a parameter in no group: as in torch, its gradient changes nothing.
         """
+        if self.engine.resumed is not None:
+            raise StepError(
+                "the model was compiled from a checkpoint, and learning rate, step and random numbers are not resumed yet: "
+                "call lohan_fx.resume(model, optimizer, ...) before the first step"
+            )
         return self._current(self.param_groups[self._group_of[slot]]) if slot in self._group_of else None
+
+    @property
+    def engine(self) -> Engine:
+        """The runtime of the model whose parameters these are."""
+        assert self._engine is not None
+        return self._engine
 
     def _current(self, group: dict[str, Any]) -> AdamOptions:
         return AdamOptions(
@@ -136,6 +148,7 @@ class Adam(torch.optim.Optimizer):
                     "update ran inside the backward; change hyper-parameters after step()"
                 )
         updated = set(self._engine.step())
+        self.steps_done += 1
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
         shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
         torch.autograd.graph.increment_version(shells)

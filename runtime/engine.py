@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ class Engine:
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
     ``on_stage`` is told when a training forward, a backward and the optimizer's barrier begin, and when a step ends.
+    ``resumed`` is what a checkpoint holds of the training until ``lohan_fx.resume`` has taken it over.
     """
 
     def __init__(self, slots: Sequence[ParameterSlot], store: NvmeStore, device: torch.device) -> None:
@@ -66,6 +68,7 @@ class Engine:
         self.options: Options | None = None
         self.applied_with: dict[int, AdamOptions] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
+        self.resumed: Mapping[str, Any] | None = None
         self._activation_slots: list[int] = []
         self._applying = self._holding = False
         self._machine: Machine | None = None

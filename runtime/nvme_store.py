@@ -58,7 +58,8 @@ class _Extent:
 class NvmeStore:
     """Extents on one or more directories; ``weights`` are the directories' bandwidths, equal if not given.
 
-    With ``resume`` (from ``read_generations``) the store is as the last of these manifests says.
+    With ``resume`` (from ``read_generations``) the store is as the last of these manifests says. The directories of a
+    ``temporary`` one go with the run, so that it refuses to keep checkpoints.
 
     Raises ``ValueError`` for a directory that is missing or not writable and ``StoreError`` for one that another
     store uses, or that holds checkpoints while none is resumed; warns if one is in memory. Close it, or use it in a
@@ -73,6 +74,7 @@ class NvmeStore:
         stripe_bytes: int = DEFAULT_STRIPE_BYTES,
         backend: FileBackend | None = None,
         resume: Sequence[Manifest] = (),
+        temporary: bool = False,
     ) -> None:
         self._directories = [Path(directory) for directory in directories]
         self._weights = [1.0] * len(directories) if weights is None else list(weights)
@@ -92,6 +94,7 @@ class NvmeStore:
         self._files: list[StoreFile] = []
         self._generations: Generations | None = None
         self._unused_run: str | None = None
+        self._temporary = temporary
         # On any failure in here, what is taken so far is given back, last first; else close() does that.
         with ExitStack() as taken:
             for directory in self._directories:
@@ -179,6 +182,11 @@ class NvmeStore:
                         f"this store keeps {self._generations.keep} checkpoints; it cannot keep {keep} now"
                     )
                 return
+            if self._temporary:
+                raise ValueError(
+                    f"{self._where()} is removed at the end of this run, and a checkpoint with it: name directories that "
+                    "outlive it, by lohan_fx.compile(..., nvme=...) or in the hardware profile"
+                )
             if not 1 <= keep < MAX_SLOTS:
                 raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep}")
             ends = [file.nbytes for file in self._files]

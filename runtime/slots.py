@@ -65,6 +65,16 @@ class ParameterSlot:
             found[self.moments_extent] = sum(2 * c.padded_bytes for c in self.chunks(chunk_elements))
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
+    def chunk_bytes(self, chunk_elements: int) -> dict[str, int]:
+        """Name -> bytes that the optimizer writes at once, of the extents above: the unit that checkpoints keep."""
+        sizes = {
+            self.master_extent: chunk_elements * self.master_dtype.itemsize,
+            self.streamed_extent: chunk_elements
+            * (self.master_dtype if self.is_master else self.compute_dtype).itemsize,
+            self.moments_extent: 2 * page_padded_bytes(chunk_elements * STATE_DTYPE.itemsize),
+        }
+        return {name: page_padded_bytes(nbytes) for name, nbytes in sizes.items()}
+
     def chunks(self, chunk_elements: int) -> list[Chunk]:
         """The parameter cut into pieces of ``chunk_elements``, the last one shorter."""
         starts = range(0, self.numel, chunk_elements)

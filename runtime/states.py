@@ -88,11 +88,41 @@ class States:
             resident.exp_avg.copy_(exp_avg.reshape(-1))
             resident.exp_avg_sq.copy_(exp_avg_sq.reshape(-1))
             return
+        self._store_moments(parameter, exp_avg, exp_avg_sq)
+
+    def _store_moments(self, parameter: ParameterSlot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         for chunk in parameter.chunks(self.chunk_elements):
             for index, moment in enumerate((exp_avg, exp_avg_sq)):
                 offset = chunk.moments_offset + index * chunk.padded_bytes
                 piece = moment.reshape(-1)[chunk.start : chunk.start + chunk.elements]
                 self._write(parameter.moments_extent, piece, STATE_DTYPE, offset=offset)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Copy the states that are in memory to the store, which then has all masters and moments."""
+        for slot, resident in self._residency.items():
+            if resident.master is not None and resident.exp_avg is not None and resident.exp_avg_sq is not None:
+                parameter = self._slots[slot]
+                self._write(parameter.master_extent, resident.master, parameter.master_dtype)
+                self._store_moments(parameter, resident.exp_avg, resident.exp_avg_sq)
+
+    def stale_copies(self) -> list[str]:
+        """The parameters whose compute-dtype copy in the store is older than their master: the newest is in memory."""
+        return [
+            self._slots[slot].name
+            for slot, resident in self._residency.items()
+            if resident.compute is not None and self._slots[slot].trainable and not self._slots[slot].is_master
+        ]
+
+    def renew_copy(self, slot: int) -> None:
+        """Make the compute-dtype copy in the store from the master in the store."""
+        parameter = self._slots[slot]
+        for start in range(0, parameter.numel, STAGING_BYTES // STATE_DTYPE.itemsize):
+            piece = torch.empty(min(STAGING_BYTES // STATE_DTYPE.itemsize, parameter.numel - start), dtype=STATE_DTYPE)
+            self._read_into(parameter.master_extent, start * STATE_DTYPE.itemsize, piece)
+            offset = start * parameter.compute_dtype.itemsize
+            self._write(parameter.streamed_extent, piece, parameter.compute_dtype, offset=offset)
 
     # --- homes ------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def test_a_backward_before_there_is_an_optimizer(hw: HardwareProfile, tmp_path: 
 def test_a_store_that_cannot_be_made_leaves_the_model_as_it_was(
     hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: NvmeStore, extents: object) -> None:
+    def full(self: NvmeStore, extents: object, **options: object) -> None:
         raise StoreError("no space")
 
     model = PERCEPTRON.build()

@@ -1,0 +1,109 @@
+"""plain_json: Python values as JSON and back, exactly; nothing that is read is executed.
+
+Numbers, text, booleans, None, lists and dicts with text keys are themselves. Tuples, other dicts, Counters and small
+tensors are objects with one key that begins with "@". Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+}  # fmt: skip
+
+
+def encoded(value: object, what: str) -> Any:
+    """``value`` as what ``json.dumps`` takes. Raises ``TypeError``, which names the place in ``what``."""
+    match value:
+        case None | bool() | str():
+            return value
+        case int() | float():
+            # Subclasses (enums, numpy's float64) would come back as something else than they look like.
+            return float(value) if isinstance(value, float) else int(value)
+        case np.generic():
+            return encoded(value.item(), what)
+        case list():
+            return [encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        case tuple():
+            return {"@tuple": [encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]}
+        case Mapping():
+            return _encoded_dict(value, what)
+        case torch.Tensor() | np.ndarray():
+            return {"@tensor": encoded_tensor(torch.as_tensor(value), what)}
+    raise TypeError(
+        f"{what} is a {type(value).__name__}: a checkpoint holds numbers, text, booleans, None, and lists, tuples, dicts "
+        "and tensors of them; keep anything else in a file of your own"
+    )
+
+
+def _encoded_dict(value: Mapping[Any, Any], what: str) -> dict[str, Any]:
+    if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("@") for key in value):
+        return {key: encoded(item, f"{what}.{key}") for key, item in value.items()}
+    pairs = [[encoded(key, f"a key of {what}"), encoded(item, f"{what}[{key!r}]")] for key, item in value.items()]
+    return {"@counter" if type(value) is Counter else "@dict": pairs}
+
+
+def encoded_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
+    """Dtype, shape, and the bytes as base64."""
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in DTYPES or value.layout != torch.strided:
+        raise TypeError(f"{what} is a tensor of {value.dtype}, {value.layout}: a checkpoint holds dense ones")
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    return {
+        "dtype": name,
+        "shape": list(value.shape),
+        "data": base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode() if flat.numel() else "",
+    }
+
+
+def decoded(value: Any) -> Any:
+    """What ``encoded`` was given. Raises ``ValueError`` for what it never returns."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key == "@tensor":
+            return decoded_tensor(inner)
+        if key.startswith("@") and isinstance(inner, list):
+            items = [decoded(item) for item in inner]
+            if key == "@tuple":
+                return tuple(items)
+            if key in ("@dict", "@counter"):
+                return _decoded_pairs(items, Counter() if key == "@counter" else {})
+    if any(key.startswith("@") for key in value):
+        raise ValueError(f"unknown kind of value: {', '.join(value)}")
+    return {key: decoded(item) for key, item in value.items()}
+
+
+def _decoded_pairs(pairs: list[Any], found: dict[Any, Any]) -> dict[Any, Any]:
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], list | dict | Counter):
+            raise ValueError("a dict is not pairs of key and value")
+        found[pair[0]] = pair[1]
+    return found
+
+
+def decoded_tensor(value: Any) -> torch.Tensor:
+    """A tensor on the CPU. Raises ``ValueError`` where dtype, shape and bytes do not agree."""
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, data = DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data")
+    good = isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 40 for size in shape)
+    if dtype is None or not good or not isinstance(data, str):
+        raise ValueError("a tensor has no dtype, shape and data")
+    assert isinstance(shape, list)
+    raw = bytearray(base64.b64decode(data, validate=True))
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of {dtype} and shape {shape} has {len(raw)} bytes")
+    return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
