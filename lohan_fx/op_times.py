@@ -1,7 +1,7 @@
 """op_times: how long each op of a captured graph takes on this machine, measured, each distinct one once.
 
 A rate measured on large matmuls says little about attention, about matmuls of few rows, or about a dtype that some
-kernels convert (docs/0007). So every op is run on tensors of its own shapes, strides and dtypes. Memory: one op at a
+kernels convert (docs/0012). So every op is run on tensors of its own shapes, strides and dtypes. Memory: one op at a
 time, which needs no more than the op itself will in training.
 
 Only where the profile was measured on this machine; for any other one the rates of the profile speak.
