@@ -21,12 +21,14 @@ HELD_BYTES = 4
 
 @dataclass(eq=False)
 class _Chunk:
-    """One chunk's way. ``updates``: it ends in an update, and not in a gradient that is held."""
+    """One chunk's way. ``updates``: it ends in an update, and not in a gradient that is held. ``in_place``: counts the
+    chunks of a gradient that stays where it is until all are updated."""
 
     parameter: ParameterPlan
     elements: int
     updates: bool
     has_gradient: bool = True
+    in_place: Countdown | None = None
     has_buffer: bool = False
     reads: list[Signal] = field(default_factory=list)
 
@@ -76,6 +78,9 @@ class SimulatedOptimizer:
             self._notify()
 
         left = Countdown(len(chunks), gone)
+        if machine.on_cpu and chunks:
+            machine.d2h.submit(self._leave_in_place(chunks, left))
+            return
         for chunk in chunks:
             machine.d2h.submit(self._leave(chunk, after, left))
 
@@ -126,6 +131,13 @@ class SimulatedOptimizer:
 
     # --- on the d2h lane --------------------------------------------------------------------------------------
 
+    def _leave_in_place(self, chunks: list[_Chunk], left: Countdown) -> Thread:
+        """Host and device share memory: nothing is copied."""
+        for chunk in chunks:
+            chunk.in_place = left
+            self._arrive(chunk)
+        yield from ()
+
     def _leave(self, chunk: _Chunk, after: Signal | None, left: Countdown) -> Thread:
         machine, parameter = self._machine, chunk.parameter
         yield from machine.pool["gradients"].acquire()
@@ -153,7 +165,9 @@ class SimulatedOptimizer:
             self._read(chunk)
         yield from chunk.reads
         yield self._arithmetic(chunk)
-        if chunk.has_gradient:
+        if chunk.in_place is not None:
+            chunk.in_place.one_less()
+        elif chunk.has_gradient:
             machine.pool["gradients"].release()
         writes = self._writes(chunk)
         done = Countdown(len(writes), self._finished)

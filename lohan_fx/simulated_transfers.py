@@ -116,12 +116,20 @@ class SimulatedTransfers:
     def _bring(
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, arrived: Callable[[], None]
     ) -> None:
-        """Read in pieces, each through a buffer of ``purpose``, and copy each to the device."""
+        """Read in pieces, each through a buffer of ``purpose``, and copy each to the device. Where host and device share
+        memory, read each to where it belongs."""
         machine = self._machine
         pieces = machine.pieces(nbytes)
         landed = Countdown(len(pieces), arrived)
         for piece in pieces:
-            machine.ssd.submit(self._read(purpose, extent, label, piece, after, landed), priority=FETCH_PRIORITY)
+            read = self._read(purpose, extent, label, piece, after, landed)
+            if machine.on_cpu:
+                read = self._read_in_place(extent, piece, landed)
+            machine.ssd.submit(read, priority=FETCH_PRIORITY)
+
+    def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
+        yield self._machine.reading(extent, nbytes)
+        landed.one_less()
 
     def _read(
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown

@@ -26,7 +26,7 @@ def machine(**changes: Any) -> HardwareProfile:
     """A machine without contention: a second per page on every lane, two for writing one to a drive."""
     known: dict[str, Any] = {
         "name": "by hand",
-        "device": "cpu",
+        "device": "cuda",
         "device_name": "by hand",
         "cpu_name": "by hand",
         "cpu_cores": 1000,
@@ -61,4 +61,5 @@ def lane(found: Simulation, name: str) -> list[tuple[str, float, float]]:
 
 
 def run(found: Captured, plan: Plan, hw: HardwareProfile, seconds: Any = second_each) -> Simulation:
+    plan = dataclasses.replace(plan, device=hw.device)
     return simulate(rewrite(found, plan), plan, hw, node_seconds=seconds)

@@ -102,7 +102,7 @@ def test_with_one_optimizer_buffer_nothing_of_the_optimizer_overlaps() -> None:
 
 def test_a_parameter_at_home_is_updated_by_compute_on_a_cpu() -> None:
     plan = plan_for(found := one_layer(2), Keep(), home=Tier.DEVICE)
-    step = run(found, plan, machine())
+    step = run(found, plan, machine(device="cpu"))
     assert (step.forward_s, step.backward_s, step.tail_s) == pytest.approx((2.0, 3.0, 0.0))
     assert lane(step, "cpu") == [("update of weight", 3.0, 5.0)]
     assert not any(step.bytes[name] for name in ("h2d", "d2h", "ssd"))
@@ -159,8 +159,13 @@ def test_bytes_are_those_of_traffic(name: str, decision: Decision, device: str) 
         work = traffic(halves, plan, second_each)
         step = simulate(halves, plan, machine(device=device), node_seconds=second_each)
         stay = sum(p.bytes for p in plan.parameters if p.name in in_memory(plan) and p.trainable)
-        assert step.bytes["h2d"] == work.fetched_forward_bytes + work.fetched_backward_bytes + work.swapped_bytes
-        assert step.bytes["d2h"] == work.gradient_bytes + work.swapped_bytes - stay
+        if device == "cuda":
+            assert step.bytes["h2d"] == work.fetched_forward_bytes + work.fetched_backward_bytes + work.swapped_bytes
+            assert step.bytes["d2h"] == work.gradient_bytes + work.swapped_bytes - stay
+        else:  # what comes from NVMe is read to where it belongs, and gradients are updated where they are
+            nvme = work.fetched_forward_nvme_bytes + work.fetched_backward_nvme_bytes + work.swapped_nvme_bytes
+            fetched = work.fetched_forward_bytes + work.fetched_backward_bytes + work.swapped_bytes
+            assert (step.bytes["h2d"], step.bytes["d2h"]) == (fetched - nvme, work.swapped_bytes)
         assert (step.nvme_read_bytes, step.nvme_write_bytes) == (work.nvme_read_bytes, work.nvme_write_bytes)
         assert step.bytes["ssd"] == work.nvme_read_bytes + work.nvme_write_bytes
         assert step.bytes["cpu"] == 4 * work.adam_parameters
@@ -240,7 +245,7 @@ def test_an_unfused_adam_is_slower() -> None:
     plan = plan_for(found := one_layer(2), Keep())
     halves = rewrite(found, plan)
     fused, unfused = (simulate(halves, plan, machine(), node_seconds=second_each, fused_adam=f) for f in (True, False))
-    assert unfused.busy_s["cpu"] == pytest.approx(2.6 * fused.busy_s["cpu"])
+    assert unfused.busy_s["cpu"] == pytest.approx(2.2 * fused.busy_s["cpu"])
 
 
 def test_what_is_missing_is_named() -> None:

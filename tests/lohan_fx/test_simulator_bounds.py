@@ -76,7 +76,10 @@ def test_never_below_the_formula(
         h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, adam_parameters_per_s=adam, host_memory_bytes_per_s=memory,
         nvme=(drive(read, write),),
     )  # fmt: skip
-    apart = dataclasses.replace(hw, device="cuda")  # compute and Adam are lanes of their own, as here with 1000 cores
+    # Compute and Adam are lanes of their own, as here with 1000 cores; on a CPU nothing crosses a link from NVMe.
+    apart = dataclasses.replace(hw, device="cuda")
+    if device == "cpu":
+        apart = dataclasses.replace(apart, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     for halves, plan in examples(device):
         work = traffic(halves, plan, lambda c: 0.0 if c.is_view else node_s)
         on = dataclasses.replace(hw, device=device)
@@ -86,7 +89,7 @@ def test_never_below_the_formula(
         if device == "cpu" and not work.swapped_bytes:
             assert step.forward_s >= forward.seconds * almost
             assert step.backward_s + step.tail_s >= backward.seconds * almost
-        for name in ("compute", "h2d", "d2h", "ssd", "cpu"):
+        for name in ("compute", "ssd", "cpu", *(("h2d", "d2h") if device == "cuda" else ())):
             assert step.step_s >= (forward.lanes_s[name] + backward.lanes_s[name]) * almost
 
 
@@ -193,7 +196,9 @@ def test_what_compute_needs_goes_before_optimizer_traffic() -> None:
 
 def test_cores_that_compute_shares_make_it_slower() -> None:
     plan = plan_for(found := captured("dropout"), Keep())
-    few, many = (run(found, plan, machine(cpu_cores=cores, adam_parameters_per_s=100.0)) for cores in (2, 1000))
+    few, many = (
+        run(found, plan, machine(device="cpu", cpu_cores=cores, adam_parameters_per_s=100.0)) for cores in (2, 1000)
+    )
     work = traffic(rewrite(found, plan), plan, second_each)
     assert many.busy_s["compute"] == pytest.approx(work.forward_s + work.backward_s, rel=0.01)
-    assert few.busy_s["compute"] > 1.1 * many.busy_s["compute"]
+    assert few.busy_s["compute"] > 1.03 * many.busy_s["compute"]
