@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,16 +131,33 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
     """
     named(asked.policy)
     request = make_request(subject.capture, asked)
-    halves, plan = plan_training(
-        subject.capture.joint,
-        request,
-        num_outputs=subject.capture.num_outputs,
-        parameters=subject.capture.parameters,
-    )
+    with _libraries_silenced():
+        halves, plan = plan_training(
+            subject.capture.joint,
+            request,
+            num_outputs=subject.capture.num_outputs,
+            parameters=subject.capture.parameters,
+        )
     _check_drives(plan, asked)
     simulation = simulate(halves, plan, asked.hw) if asked.simulated else None
     values = cost.values(work_of(halves, plan, request), asked.hw)
     return Forecast(subject, asked, plan, simulation, lohan.CORRECTED.formula(values))
+
+
+@contextlib.contextmanager
+def _libraries_silenced() -> Iterator[None]:
+    """Within, what C code prints goes to stderr: HiGHS at times prints a line that would end up in ``--json``."""
+    sys.stdout.flush()
+    libc = ctypes.CDLL(None)
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        libc.fflush(None)  # C has a buffer of its own, which would be written after the descriptor is back
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def make_request(capture: MetaCapture, asked: Asked) -> Request:

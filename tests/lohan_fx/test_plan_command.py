@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from lohan_fx import what_if
 from lohan_fx.cli import main
-from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S
+from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S, _libraries_silenced
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.hardware_file import write
 
@@ -295,3 +296,13 @@ def test_a_function_that_raises_shows_its_own_traceback(functions: str, capsys: 
 def test_a_function_that_knows_no_batch(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:stack", "--seq", "4") == 1
     assert "decides that itself" in one_line(capsys)
+
+
+def test_what_libraries_print_while_planning_is_no_part_of_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    libc = ctypes.CDLL(None)
+    with _libraries_silenced():
+        libc.puts(b"from C")
+    print("from us")
+    libc.fflush(None)
+    printed = capfd.readouterr()
+    assert printed.out == "from us\n" and "from C" in printed.err
