@@ -93,6 +93,7 @@ def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
     serial = work.serial_optimizer
     return {
         **vars(work),
+        **(_without_copies(work) if hw.device == "cpu" else {}),
         "serial_read_bytes": work.state_read_bytes if serial else 0,
         "serial_write_bytes": work.state_write_bytes if serial else 0,
         "adam_on_device": 1 if hw.device == "cpu" else 0,
@@ -101,6 +102,18 @@ def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
         "adam_parameters_per_s": hw.adam_parameters_per_s,
         "host_memory_bytes_per_s": hw.host_memory_bytes_per_s,
         **_drive_rates(hw),
+    }
+
+
+def _without_copies(work: Work) -> dict[str, float]:
+    """On a CPU the drives reach the device's memory, and gradients are updated where they are (``device_link``)."""
+    return {
+        "fetched_forward_bytes": work.fetched_forward_bytes - work.fetched_forward_nvme_bytes,
+        # The formula adds what was swapped, of which only the host's part is copied back.
+        "fetched_backward_bytes": work.fetched_backward_bytes
+        - work.fetched_backward_nvme_bytes
+        - work.swapped_nvme_bytes,
+        "gradient_bytes": 0,
     }
 
 
