@@ -9,7 +9,7 @@ import pytest
 from lohan_fx import meta, ops
 from lohan_fx.cost import Work
 from lohan_fx.passes.traffic import fetch_counts, swap_sizes_bytes, traffic
-from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
 from tests.passes.graphs import MODELS, captured, flops_as_seconds, nodes, plan_for, rewrite
 
 WEIGHTS, BIAS = 4 * 32, 4 * 8  # two weights of 32 and one bias of 8 elements, fp32
@@ -122,3 +122,37 @@ def test_inference_fetches_and_computes_and_moves_nothing_else() -> None:
     assert done.fetched_forward_bytes == 288 and done.forward_s > 0
     assert (done.backward_s, done.recompute_s, done.fetched_backward_bytes, done.gradient_bytes) == (0, 0, 0, 0)
     assert (done.state_read_bytes, done.state_write_bytes, done.adam_parameters) == (0, 0, 0)
+
+
+def late(home: Tier, states: Tier, gradients: Tier, *, device: str = "cpu") -> Work:
+    plan = plan_for(captured("two-layers"), Keep()).with_homes(home, states)
+    after = OptimizerTiming.AFTER_BACKWARD
+    parameters = tuple(replace(p, optimizer_runs=after, gradient_home=gradients) for p in plan.parameters)
+    return work("two-layers", replace(plan, parameters=parameters, device=device))
+
+
+def test_updates_after_the_backward_are_counted_there_with_the_gradients_that_wait() -> None:
+    done = late(Tier.NVME, Tier.NVME, Tier.NVME)
+    assert (done.state_read_bytes, done.state_write_bytes, done.adam_parameters) == (0, 0, 0)
+    assert (done.late_state_read_bytes, done.late_state_write_bytes, done.late_adam_parameters) == (
+        12 * 72,
+        12 * 72,
+        72,
+    )
+    assert (done.held_nvme_bytes, done.gradient_bytes) == (4 * 72, 288)
+    assert done.nvme_write_bytes == (12 + 4) * 72
+    in_ram = late(Tier.HOST, Tier.HOST, Tier.HOST)
+    assert (in_ram.nvme_read_bytes, in_ram.nvme_write_bytes, in_ram.late_adam_parameters) == (0, 0, 72)
+
+
+def test_updates_on_a_gpu_are_its_own_compute_and_their_gradients_stay() -> None:
+    cpu, gpu = late(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE), late(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, device="cuda")
+    assert (cpu.gradient_bytes, gpu.gradient_bytes) == (0, 0)
+    assert (cpu.late_adam_parameters, gpu.late_adam_parameters) == (72, 0)
+
+
+def test_one_buffer_for_the_optimizer_makes_it_serial() -> None:
+    plan = plan_for(captured("two-layers"), Keep())
+    assert not work("two-layers", plan).serial_optimizer
+    one = replace(plan, windows=replace(plan.windows, optimizer_buffers=1))
+    assert work("two-layers", one).serial_optimizer
