@@ -27,6 +27,7 @@ from torch._dynamo.exc import TorchDynamoException
 import lohan_fx
 from lohan_fx.compile import compiled, default_nvme_root
 from lohan_fx.errors import CaptureError
+from lohan_fx.fsck_command import add_checkpoint_commands
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.model_source import example_of
 from lohan_fx.plan import Plan
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(parser=plan)
     add_plan(plan)
     _add_measure(commands.add_parser("measure", help="measure this machine", description=_MEASURE))
+    add_checkpoint_commands(commands.add_parser)
     return parser
 
 
