@@ -88,7 +88,7 @@ def backward_tasks(block: BlockSeconds, blocks: int, order: str) -> list[Task]:
         ]
         if order == "naive":
             may_read = (f"gradient{i}", *([f"write{i + 1}"] if above else []))
-            may_write = (f"update{i}",)
+            may_write: tuple[str, ...] = (f"update{i}",)
         else:
             may_read = (*window, *([f"write{i + SLOTS}"] if full else []))
             follows = "read" if order == "optimized" else "update"

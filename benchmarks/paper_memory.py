@@ -103,7 +103,7 @@ def zero_infinity_host(e: Evidence) -> tuple[float, float]:
         allowed &= needs(nearest(largest_there)) <= gib(768)
     if e.judged != "L-ME-24":
         single, multi = (nearest(e.of("L-ME-24", key)) for key in ("single", "multi"))
-        allowed &= (needs(single) <= gib(768)) & (needs(multi) + (GPUS - 1) * fixed <= gib(768))
+        allowed &= (needs(single) <= gib(768)) & (needs(multi) <= gib(768) - (GPUS - 1) * fixed)
     if e.judged != "L-ME-09":
         assert e.of("L-ME-09", "fails") == "175B"
         allowed &= needs("175b") > gib(768)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from paper_constants import gib
 from paper_evidence import Evidence, Number, Row, equal, holds, inside
 from paper_memory import (
@@ -117,15 +119,16 @@ def megatron(e: Evidence) -> list[Number]:
     return [equal(f"largest model ({found}), 1e9", e.paper("max_params") / 1e9, parameters(found) / 1e9)]
 
 
+def _fits(e: Evidence, gpu_gib: int, size: str) -> bool:
+    return lohan_fits(e, size, main_gib=512, gpu_gib=gpu_gib)
+
+
 def zero_infinity_small(e: Evidence) -> list[Number]:
     memory = e.paper("zero_inf_fails_13B_at_GB")
     needed = zero_infinity_needs(e, "13b") / gib(1)
     largest_model = named("gpt3-412b")
     crossover = host_bytes_per_block_parameter(e) * largest_model.block_parameters / gib(1)
-    sizes = {
-        gpu: largest(lambda size, gpu=gpu: lohan_fits(e, size, main_gib=512, gpu_gib=gpu), (*LOHAN_MODELS, "805b"))
-        for gpu in (24, 80)
-    }
+    sizes = {gpu: largest(functools.partial(_fits, e, gpu), (*LOHAN_MODELS, "805b")) for gpu in (24, 80)}
     return [
         holds(f"ZeRO-Infinity fails 13B at {memory} GB (needs {needed:.0f})", needed > memory),
         holds(

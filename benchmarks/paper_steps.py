@@ -123,7 +123,7 @@ def _zero_optimizer_rate(e: Evidence) -> float:
         "BW_OPT": float("inf"),
     }
     rest = gpu_seconds(c, gpu) / e.of(claim, key) - zero_infinity.MODEL.seconds(values)
-    return 28 * c.dims.parameters / rest
+    return float(28 * c.dims.parameters / rest)
 
 
 def zero_infinity_seconds(e: Evidence, c: TransformerCounts, gpu: Gpu) -> float:

@@ -172,8 +172,8 @@ def diffusion(e: Evidence) -> list[Number]:
         c = _dit(name, same)
         fast = (4 * c.forward_flops - c.head_flops) / gpu.peak
         ours = lohan_step(e, c, gpu.peak).seconds
-        large = _dit(name, 128)
-        best = lohan_step(e, large, gpu.peak).seconds / large.batch
+        at_128 = _dit(name, 128)
+        best = lohan_step(e, at_128, gpu.peak).seconds / at_128.batch
         rows.append(holds(f"{name}: LoHan at batch 128 is faster per image", best < fast / same))
         rows.append(
             holds(f"{name}: LoHan is faster at Fast-DiT's batch {same} ({ours:.2g} s, {fast:.2g} s)", ours < fast)

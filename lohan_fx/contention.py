@@ -2,9 +2,10 @@
 
 - The drives are simplex: the jobs on them share their time equally. While some read and others write, everything on
   them is slowed to the measured mixed rate, where that is below what taking turns gives.
-- Where the compute device is the CPU, every thread that wants to run gets the same share of a core: compute has as
-  many threads as there are cores, each busy lane one. A thread on a drive sleeps most of the time (O_DIRECT); what it
-  needs for its requests it gets at once.
+- Where the compute device is the CPU, compute has a thread per core and each busy lane one. The threads of an op have
+  equal shares of it and wait for each other at its end: a lane that takes half of one core halves compute, whatever
+  the other cores do meanwhile. A thread on a drive sleeps most of the time (O_DIRECT); what it needs for its requests
+  it gets at once, and compute loses it.
 - Memory bandwidth is shared max-min fairly: who asks for less than a fair share gets what it asks for.
 
 On CUDA compute has memory and cores of its own; the lanes share the host's memory.
@@ -12,11 +13,15 @@ On CUDA compute has memory and cores of its own; the lanes share the host's memo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lohan_fx.event_clock import Job
 from lohan_fx.hardware import HardwareProfile
+
+LEAST_SHARE = 0.2
+"""Of the cores, for compute, however many requests to drives there are."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,15 @@ class Contention:
         share = 1.0
         if drives:
             share = (self.mixed if len(set(drives)) > 1 else 1.0) / len(drives)
+        computing = any(job.cores > 1 for job in jobs)
         driving = share * sum(job.cores for job in jobs if job.drive)
-        threads = sum(job.cores for job in jobs if not job.drive)
-        core_share = min(1.0, max(self.cores - driving, 0.5) / threads) if threads else 1.0
-        speeds = [share if job.drive else core_share if job.cores else 1.0 for job in jobs]
+        lanes = sum(1 for job in jobs if not job.drive and 0 < job.cores <= 1)
+        beside = math.ceil(lanes / self.cores)
+        core_share = 1 / (beside + computing) if lanes else 1.0
+        compute_share = max(1 / (1 + beside) - driving, LEAST_SHARE)
+        speeds = [
+            share if job.drive else compute_share if job.cores > 1 else core_share if job.cores else 1.0 for job in jobs
+        ]
         asked = [speed * job.memory_bytes_per_s for speed, job in zip(speeds, jobs, strict=True)]
         if sum(asked) <= self.memory_bytes_per_s:
             return speeds

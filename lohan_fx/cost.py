@@ -42,7 +42,7 @@ class Work:
     what exceeds MEM_avail. ``state_*_bytes`` (12P read, 14P written) and ``adam_parameters``: of updates in the
     backward; ``late_*``: of those in a stage after it, whose gradients were written to NVMe as far as
     ``held_nvme_bytes`` says, and are read back there. ``serial_optimizer``: reads, updates and writes do not overlap
-    (LoHan's naive handler).
+    (LoHan's naive handler). ``*_requests``: reads and writes of the drives, which on a CPU take processor time.
     """
 
     forward_s: float
@@ -63,6 +63,8 @@ class Work:
     late_state_write_bytes: int = 0
     late_adam_parameters: int = 0
     serial_optimizer: bool = False
+    forward_requests: float = 0
+    backward_requests: float = 0
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -97,6 +99,9 @@ def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
         "serial_read_bytes": work.state_read_bytes if serial else 0,
         "serial_write_bytes": work.state_write_bytes if serial else 0,
         "adam_on_device": 1 if hw.device == "cpu" else 0,
+        "cores_beside_adam": hw.cpu_cores - 1 if hw.device == "cpu" else 0,
+        "io_core_s_per_request": hw.io_core_s_per_request if hw.device == "cpu" else 0.0,
+        "io_core_s_per_byte": hw.io_core_s_per_byte if hw.device == "cpu" else 0.0,
         "h2d_bytes_per_s": hw.h2d_bytes_per_s,
         "d2h_bytes_per_s": hw.d2h_bytes_per_s,
         "adam_parameters_per_s": hw.adam_parameters_per_s,

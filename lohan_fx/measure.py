@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,10 @@ from lohan_fx.hardware import DTYPES, HardwareProfile
 from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.timeline import Timeline
 
 Announce = Callable[[str], None]
 
@@ -48,6 +53,9 @@ _ADAM_OPTIONS = AdamOptions(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=True
 )
 _OPS_PER_RUN = 500
+_IO_SIZES = (4096, 2 * 2**20)
+_IO_REQUESTS = 200
+_IO_THREADS = 3
 _PROC_STAT = Path("/proc/stat")
 
 
@@ -57,7 +65,7 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
         raise ValueError(f"seconds is {seconds!r}: expected a finite number of seconds above zero")
     device = _checked_device(device)
     directories = checked_directories(nvme)
-    steps = len(DTYPES) + 6 + (measure_nvme.STEPS if directories else 0)
+    steps = len(DTYPES) + 7 + (measure_nvme.STEPS if directories else 0)
     with torch.no_grad(), _warning_of_other_load(), _announcing(progress, steps) as announce:
 
         def run(label: str, measurement: Callable[[str, float], float], share: float) -> float:
@@ -66,6 +74,8 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
 
         device_name = machine.gpu_name() if device == "cuda" else machine.cpu_name()
         host_bytes = machine.host_memory_bytes()
+        announce("what requests take of the processor")
+        io_core_s = _io_core_s(directories)
         return HardwareProfile(
             name=f"{device_name}, {len(directories)} NVMe director{'y' if len(directories) == 1 else 'ies'}",
             device=device,
@@ -85,6 +95,8 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             host_memory_bytes=host_bytes,
             nvme=measure_drives(directories, seconds * _DRIVES_SHARE, announce),
             op_overhead_s=run("the overhead of an op", _op_overhead_s, _OVERHEAD_SHARE),
+            io_core_s_per_request=io_core_s[0],
+            io_core_s_per_byte=io_core_s[1],
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=machine.fingerprint(),
@@ -198,6 +210,37 @@ def _op_overhead_s(device: str, seconds: float) -> float:
             torch.add(small, small)
 
     return _median_seconds(run, device, seconds) / _OPS_PER_RUN
+
+
+def _io_core_s(directories: Sequence[str]) -> tuple[float, float]:
+    """Processor seconds per request to the store and per byte of it, as the runtime makes them."""
+    if not directories:
+        return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte
+    small, large = (_request_core_s(Path(directories[0]), nbytes) for nbytes in _IO_SIZES)
+    per_byte = max((large - small) / (_IO_SIZES[1] - _IO_SIZES[0]), 1e-12)
+    return rounded(max(small - per_byte * _IO_SIZES[0], 1e-6)), rounded(per_byte)
+
+
+def _request_core_s(directory: Path, nbytes: int) -> float:
+    """Processor seconds of one request of ``nbytes``, half of them reads; all threads of this process count."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
+        NvmeStore([Path(place)]) as store,
+        HostPool({"io": Reservation(_IO_THREADS, nbytes)}) as pool,
+        Lane("io", threads=_IO_THREADS, timeline=Timeline()) as lane,
+    ):
+        store.allocate({"x": nbytes})
+
+        def move(call: Callable[[str, int, torch.Tensor, int], None]) -> None:
+            with pool.acquire("io") as buffer:
+                call("x", 0, buffer.tensor, nbytes)
+
+        lane.submit(partial(move, store.write)).wait()
+        before = time.process_time()
+        works = [lane.submit(partial(move, store.read if n % 2 else store.write)) for n in range(_IO_REQUESTS)]
+        for work in works:
+            work.wait()
+        return (time.process_time() - before) / _IO_REQUESTS
 
 
 def _versions() -> dict[str, str]:

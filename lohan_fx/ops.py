@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -140,11 +140,11 @@ def empty_handle(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
-FETCH = torch.ops.lohan.fetch.default
-SWAP_OUT = torch.ops.lohan.swap_out.default
-SWAP_IN = torch.ops.lohan.swap_in.default
-WAIT = torch.ops.lohan.wait.default
-OFFLOAD_GRAD = torch.ops.lohan.offload_grad.default
+FETCH: Any = torch.ops.lohan.fetch.default
+SWAP_OUT: Any = torch.ops.lohan.swap_out.default
+SWAP_IN: Any = torch.ops.lohan.swap_in.default
+WAIT: Any = torch.ops.lohan.wait.default
+OFFLOAD_GRAD: Any = torch.ops.lohan.offload_grad.default
 
 STARTS = (FETCH, SWAP_IN)
 ALL = (FETCH, SWAP_OUT, SWAP_IN, WAIT, OFFLOAD_GRAD)

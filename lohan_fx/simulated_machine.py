@@ -27,8 +27,6 @@ ADAM_BYTES = 28
 UNFUSED_ADAM = 2.2
 """How much slower an update with torch's unfused Adam is than with the fused one, of which a profile has the rate: with
 two casts, by one thread (measured)."""
-DRIVE_CORE_S_PER_BYTE = 0.12e-9
-"""Processor time of direct I/O (measured with requests of 2 MiB)."""
 TRANSFERS = 40_000
 """Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
 _LEAST_IO, _LEAST_OPTIMIZER = 2, 3
@@ -105,7 +103,9 @@ class SimulatedMachine:
         return self._request(f"write {extent}", "write", nbytes, rate)
 
     def _request(self, label: str, drive: str, nbytes: int, rate: float) -> Job:
-        cores = DRIVE_CORE_S_PER_BYTE * rate if self.on_cpu else 0.0
+        hw = self.hw
+        core_s = hw.io_core_s_per_request + hw.io_core_s_per_byte * nbytes
+        cores = min(1.0, core_s * rate / nbytes) if self.on_cpu and nbytes else 0.0
         return Job("ssd", label, nbytes / rate, nbytes, drive=drive, cores=cores, memory_bytes_per_s=rate)
 
     def _of_drives(self, rate: float, extent: str) -> float:
@@ -131,7 +131,9 @@ class SimulatedMachine:
             return Job(COMPUTE_LANE, "", moved / hw.memory_bytes_per_s, recorded=False)
         if applies:
             moved += (ADAM_BYTES + (4 + each if each != 4 else 0)) * elements
-            adam_s = elements * self._adam_slowdown / hw.adam_parameters_per_s
+            # The profile's rate is that of all cores; beside compute on a CPU one thread has to do.
+            alone = hw.cpu_cores if self.on_cpu and not here else 1
+            adam_s = alone * elements * self._adam_slowdown / hw.adam_parameters_per_s
             seconds = max(adam_s, moved / hw.host_memory_bytes_per_s)
             if not self.on_cpu and parameter.home is Tier.DEVICE:
                 seconds += each * elements / hw.h2d_bytes_per_s

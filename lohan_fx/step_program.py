@@ -98,7 +98,7 @@ def step_program(halves: Halves, plan: Plan, node_seconds: NodeSeconds) -> StepP
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
     forward_base, forward = _half(halves.forward, halves, resident, held, node_seconds)
-    backward_base, backward = 0, ()
+    backward_base, backward = 0, tuple[Instruction, ...]()
     if halves.backward is not None:
         backward_base, backward = _half(halves.backward, halves, resident, held, node_seconds)
     return StepProgram(forward, forward_base, backward, backward_base)

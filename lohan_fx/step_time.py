@@ -51,6 +51,7 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
     """The step's work, with everything updated in the backward."""
     trained = [p for p in problem.parameters if p.trainable]
     states = int(total.get(Quantity.STATES, 0))
+    requests = {quantity: _requests_per_byte(problem, quantity) * total.get(quantity, 0) for quantity in _ON_DRIVES}
     return cost.Work(
         forward_s=problem.forward_s,
         backward_s=problem.backward_s,
@@ -65,7 +66,38 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         state_read_bytes=states,
         state_write_bytes=states + int(total.get(Quantity.COPIED, 0)),
         adam_parameters=sum(p.numel for p in trained),
+        forward_requests=requests[Quantity.FETCHED_FORWARD_NVME] + requests[Quantity.SWAPPED_NVME],
+        backward_requests=sum(requests.values()) - requests[Quantity.FETCHED_FORWARD_NVME],
     )
+
+
+_ON_DRIVES = (
+    Quantity.FETCHED_FORWARD_NVME,
+    Quantity.FETCHED_BACKWARD_NVME,
+    Quantity.SWAPPED_NVME,
+    Quantity.STATES,
+    Quantity.COPIED,
+)
+
+
+def _requests_per_byte(problem: Problem, quantity: Quantity) -> float:
+    """Reads and writes of the drives per byte of ``quantity``, if all of them are as large as the windows allow."""
+    windows = problem.windows
+    if quantity is Quantity.STATES:  # counted once, as read; master and moments are two requests each way
+        return 4 / (STATE_BYTES * windows.chunk_elements)
+    return 1 / (2 * windows.chunk_elements if quantity is Quantity.COPIED else windows.io_bytes)
+
+
+def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, ...]) -> dict[Quantity, float]:
+    """On a CPU: what a byte on the drives takes from compute, as ``cost_models.lohan.CORRECTED`` says."""
+    if hw.device != "cpu":
+        return {}
+    per_byte, per_request = hw.io_core_s_per_byte, hw.io_core_s_per_request
+    found = {q: per_byte + per_request * _requests_per_byte(problem, q) for q in quantities}
+    if Quantity.STATES in found:
+        beside_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
+        found[Quantity.STATES] += per_byte + beside_s
+    return found
 
 
 def step_seconds(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
@@ -80,12 +112,24 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     """
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
+    on_cpu = hw.device == "cpu"
+    copied_s = {q.SWAPPED: 1 / d2h} if on_cpu else {}
     forward = _links(
-        cost.forward_stage(nothing, hw), {Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d}, Lane.D2H: {q.SWAPPED: 1 / d2h}}
+        cost.forward_stage(nothing, hw),
+        {
+            Lane.COMPUTE: {**_core_s(problem, hw, (q.FETCHED_FORWARD_NVME, q.SWAPPED_NVME)), **copied_s},
+            Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d} | ({q.FETCHED_FORWARD_NVME: -1 / h2d} if on_cpu else {}),
+            Lane.D2H: {q.SWAPPED: 1 / d2h},
+        },
     )
+    on_drives = (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES, q.COPIED)
+    back = {q.FETCHED_BACKWARD_NVME: -1 / h2d, q.SWAPPED_NVME: -1 / h2d} if on_cpu else {}
     backward = _links(
         cost.backward_stage(nothing, hw),
-        {Lane.COMPUTE: {q.RECOMPUTE_S: 1.0}, Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d}},
+        {
+            Lane.COMPUTE: {q.RECOMPUTE_S: 1.0, **_core_s(problem, hw, on_drives)},
+            Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
+        },
     )
     if hw.nvme:
         forward += _ssd(hw, (q.FETCHED_FORWARD_NVME,), (q.SWAPPED_NVME,))

@@ -16,7 +16,7 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import ADAM_TOUCHED_BYTES, Work
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
-from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
 
 STATE_READ_BYTES = 12
 """Per parameter: fp32 master and two moments."""
@@ -56,7 +56,27 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
         late_state_write_bytes=_states_written(late),
         late_adam_parameters=sum(p.numel for p in late),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
+        forward_requests=_stage_requests(forward, homes, plan),
+        backward_requests=_stage_requests(backward, homes, plan) + _optimizer_requests(early, plan),
     )
+
+
+def _stage_requests(gm: GraphModule | None, homes: dict[str, ParameterPlan], plan: Plan) -> int:
+    """Reads and writes of the drives that the nodes of ``gm`` cause, optimizer states aside."""
+    fetched = [meta.cost(n).bytes for n in _calls(gm, ops.FETCH) if homes[meta.origin(n) or ""].home is Tier.NVME]
+    out = [_swapped_bytes(n) for n in _calls(gm, ops.SWAP_OUT) if n.args[2] == Tier.NVME]
+    away = {a.node: a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME)}
+    back = [away.get(meta.origin(n) or "", 0) for n in _calls(gm, ops.SWAP_IN)]
+    return sum(-(-nbytes // plan.windows.io_bytes) for nbytes in (*fetched, *out, *back))
+
+
+def _optimizer_requests(updated: list[ParameterPlan], plan: Plan) -> int:
+    """Per chunk: master and moments are read and written, and the compute-dtype copy written; gradients that wait, too."""
+    total = 0
+    for p in updated:
+        chunks = -(-p.numel // plan.windows.chunk_elements)
+        total += chunks * (4 * (p.states_home is Tier.NVME) + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME))
+    return total
 
 
 def swap_sizes_bytes(halves: Halves) -> list[int]:

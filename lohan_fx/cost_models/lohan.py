@@ -16,6 +16,7 @@ import sympy
 from lohan_fx.cost_models.formula import CostModel, Expression, StageFormula, Term, symbols
 
 ADAM_TOUCHED_BYTES = 32
+STATE_BYTES = 12
 """Bytes of host memory that one parameter's update moves: g16, p32, m, v read; p32, m, v, p16 written."""
 
 
@@ -69,19 +70,29 @@ def _corrected(
     swapped, swapped_nvme, held = of("swapped_bytes"), of("swapped_nvme_bytes"), of("held_nvme_bytes")
     h2d, d2h = of("h2d_bytes_per_s"), of("d2h_bytes_per_s")
     rates = of("adam_parameters_per_s"), of("host_memory_bytes_per_s")
+    per_request, per_byte = of("io_core_s_per_request"), of("io_core_s_per_byte")
+    read_forward = of("fetched_forward_nvme_bytes")
+    # On a CPU a core that serves a drive, copies or runs Adam is missing to compute, whose other cores wait for it.
+    served_forward = per_request * of("forward_requests") + per_byte * (read_forward + swapped_nvme)
     forward = (
-        Term("compute", of("forward_s")),
+        Term("compute", of("forward_s") + served_forward + of("adam_on_device") * swapped / d2h),
         Term("h2d", of("fetched_forward_bytes") / h2d),
         Term("d2h", swapped / d2h),
         Term("ssd", drives(of("fetched_forward_nvme_bytes"), swapped_nvme)),
     )
     adam_s = adam(of("adam_parameters"), *rates)
     read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
+    written = of("state_write_bytes") + held
+    served = per_request * of("backward_requests") + per_byte * (read + written)
+    one_core_adam_s = of("cores_beside_adam") * of("state_read_bytes") / STATE_BYTES / of("adam_parameters_per_s")
     backward = (
-        Term("compute", of("backward_s") + of("recompute_s") + of("adam_on_device") * adam_s),
+        Term(
+            "compute",
+            of("backward_s") + of("recompute_s") + of("adam_on_device") * adam_s + one_core_adam_s + served,
+        ),
         Term("h2d", (of("fetched_backward_bytes") + swapped) / h2d),
         Term("d2h", of("gradient_bytes") / d2h),
-        Term("ssd", drives(read, of("state_write_bytes") + held)),
+        Term("ssd", drives(read, written)),
         Term("cpu", adam_s + drives(of("serial_read_bytes"), of("serial_write_bytes"))),
     )
     optimizer = (

@@ -43,6 +43,8 @@ def machine(**changes: Any) -> HardwareProfile:
         "measured_at": "",
         "versions": {},
         "machine": "",
+        "io_core_s_per_request": 1e-12,
+        "io_core_s_per_byte": 1e-15,
     }
     return HardwareProfile(**{**known, **changes})
 

@@ -29,14 +29,16 @@ def test_drives_are_shared_and_slower_where_reads_meet_writes() -> None:
     assert MACHINE.speeds([job(drive="read"), job()]) == [1.0, 1.0]
 
 
-def test_every_thread_gets_the_same_share_of_a_core() -> None:
-    """Compute with 2 threads and a lane with 1 on 2 cores: two thirds of a core each."""
-    assert MACHINE.speeds([job(cores=2), job(cores=1)]) == pytest.approx([2 / 3, 2 / 3])
+def test_a_lane_on_one_core_holds_up_compute_on_all() -> None:
+    """Compute with 2 threads and a lane with 1 on 2 cores: half of a core each, and the other core waits."""
+    assert MACHINE.speeds([job(cores=2), job(cores=1)]) == pytest.approx([1 / 2, 1 / 2])
+    assert MACHINE.speeds([job(cores=2), job(cores=1), job(cores=1)]) == pytest.approx([1 / 2, 1 / 2, 1 / 2])
+    assert MACHINE.speeds([job(cores=2), *[job(cores=1)] * 3]) == pytest.approx([1 / 3] * 4)
     assert MACHINE.speeds([job(cores=1), job(cores=1)]) == [1.0, 1.0]
 
 
 def test_a_request_to_a_drive_takes_its_processor_time_from_the_others() -> None:
-    assert MACHINE.speeds([job(cores=2), job(drive="read", cores=0.2)]) == pytest.approx([0.9, 1.0])
+    assert MACHINE.speeds([job(cores=2), job(drive="read", cores=0.2)]) == pytest.approx([0.8, 1.0])
 
 
 def test_memory_is_shared_fairly() -> None:

@@ -95,8 +95,21 @@ def test_backward_stage_by_hand() -> None:
 
 
 def test_where_the_device_is_the_processor_adam_takes_its_time_from_compute() -> None:
-    lanes = backward_stage(WORK, replace(HW, device="cpu")).lanes_s
-    assert (lanes["compute"], lanes["cpu"]) == (27.0, 10.0)
+    alone = replace(HW, device="cpu", cpu_cores=1, io_core_s_per_byte=1e-15)
+    lanes = backward_stage(WORK, alone).lanes_s
+    assert (lanes["compute"], lanes["cpu"]) == (pytest.approx(27.0), 10.0)
+    # The 10 parameters whose states are on NVMe are updated by one core of four; the others wait for it.
+    four = backward_stage(WORK, replace(alone, cpu_cores=4)).lanes_s
+    assert four["compute"] == pytest.approx(27.0 + 3 * 10 / 100)
+
+
+def test_where_the_device_is_the_processor_drives_and_copies_take_its_time_from_compute() -> None:
+    work = replace(WORK, forward_requests=3, backward_requests=5)
+    hw = replace(HW, device="cpu", cpu_cores=1, io_core_s_per_request=2.0, io_core_s_per_byte=0.5)
+    assert forward_stage(work, hw).lanes_s["compute"] == 7.0 + 3 * 2.0 + (30 + 10) * 0.5 + 20 / 5.0
+    assert backward_stage(work, hw).lanes_s["compute"] == 27.0 + 5 * 2.0 + (50 + 10 + 120 + 140) * 0.5
+    gpu = replace(hw, device="cuda")
+    assert forward_stage(work, gpu).lanes_s["compute"] == 7.0
 
 
 def test_adam_is_bound_by_host_memory_where_that_is_slow() -> None:

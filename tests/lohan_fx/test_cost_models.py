@@ -63,7 +63,7 @@ def a_rate(name: str) -> bool:
 
 
 def a_time(name: str) -> bool:
-    return name in SECONDS or (name.startswith("T_") and not a_rate(name))
+    return name in SECONDS or name.startswith("io_core_s_per_") or (name.startswith("T_") and not a_rate(name))
 
 
 def values_of(model: CostModel, number: float = 3.0) -> dict[str, float]:

@@ -134,6 +134,8 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
     fetched = sum(p.bytes for p in plan.parameters if p.home is not Tier.DEVICE)
     from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
     states = 12 * sum(p.numel for p in trained if p.states_home is Tier.NVME)
+    chunk = plan.windows.chunk_elements
+    requests = (from_nvme + swapped_bytes(plan, Tier.NVME)) / plan.windows.io_bytes
     work = cost.Work(
         forward_s=asked.forward_s,
         backward_s=asked.backward_s,
@@ -148,6 +150,8 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
         state_read_bytes=states,
         state_write_bytes=states + sum(p.bytes for p in trained if p.home is Tier.NVME),
         adam_parameters=sum(p.numel for p in trained),
+        forward_requests=requests,
+        backward_requests=requests + states / 3 / chunk + sum(p.numel for p in trained if p.home is Tier.NVME) / chunk,
     )
     return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
 

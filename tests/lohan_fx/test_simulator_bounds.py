@@ -196,9 +196,9 @@ def test_what_compute_needs_goes_before_optimizer_traffic() -> None:
 
 def test_cores_that_compute_shares_make_it_slower() -> None:
     plan = plan_for(found := captured("dropout"), Keep())
-    few, many = (
-        run(found, plan, machine(device="cpu", cpu_cores=cores, adam_parameters_per_s=100.0)) for cores in (2, 1000)
+    slow, fast = (
+        run(found, plan, machine(device="cpu", cpu_cores=2, adam_parameters_per_s=rate)) for rate in (100.0, 1e12)
     )
     work = traffic(rewrite(found, plan), plan, second_each)
-    assert many.busy_s["compute"] == pytest.approx(work.forward_s + work.backward_s, rel=0.01)
-    assert few.busy_s["compute"] > 1.03 * many.busy_s["compute"]
+    assert fast.busy_s["compute"] == pytest.approx(work.forward_s + work.backward_s, rel=0.01)
+    assert slow.busy_s["compute"] > 1.03 * fast.busy_s["compute"]

@@ -36,6 +36,8 @@ def test_everything_on_nvme_by_hand() -> None:
         state_read_bytes=12 * (32 + 32 + 8),
         state_write_bytes=12 * (32 + 32 + 8),  # the fp32 master is what the graph computes with
         adam_parameters=32 + 32 + 8,
+        forward_requests=3 + 1,  # three parameters fetched, one activation swapped out
+        backward_requests=1 + 1 + 3 * 4,  # one fetched, one swapped in; master and moments of three, both ways
     )
 
 
