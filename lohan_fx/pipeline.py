@@ -27,7 +27,7 @@ from lohan_fx.passes.insert_swaps import insert_swaps
 from lohan_fx.passes.liveness import peaks
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
-from lohan_fx.passes.traffic import fetch_counts, traffic
+from lohan_fx.passes.traffic import fetch_counts, padding_bytes, traffic
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import ParameterPlan, Plan, Prediction, Windows
 from lohan_fx.plan_builder import homes_only
@@ -221,14 +221,15 @@ def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
     short = [f"{tier}_memory is {nbytes:,} bytes short" for tier, nbytes in over.items() if nbytes > 0]
     if short:
         raise InfeasiblePlan(f"the plan given needs more memory than was promised: {'; '.join(short)}")
+    more_read, more_written = padding_bytes(halves, plan)
     flops = [(n.name.startswith("recompute_"), n) for _, gm in halves.graphs() for n in gm.graph.nodes]
     return Prediction(
         forward=cost.forward_stage(work, request.hw),
         backward=cost.backward_stage(work, request.hw),
         peak_bytes={"device": device, "host": host},
         optimizer=cost.optimizer_stage(work, request.hw),
-        nvme_read_bytes=work.nvme_read_bytes,
-        nvme_write_bytes=work.nvme_write_bytes,
+        nvme_read_bytes=work.nvme_read_bytes + more_read,
+        nvme_write_bytes=work.nvme_write_bytes + more_written,
         flops=sum(meta.cost(n).flops for again, n in flops if not again),
         recompute_flops=sum(meta.cost(n).flops for again, n in flops if again),
     )

@@ -20,6 +20,8 @@ from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
 
 STATE_READ_BYTES = 12
 """Per parameter: fp32 master and two moments."""
+PAGE_BYTES = 4096
+"""What O_DIRECT moves at least (``runtime.host_pool``)."""
 HELD_BYTES = 4
 """Per parameter: the fp32 gradient that waits for its update."""
 
@@ -77,6 +79,27 @@ def _optimizer_requests(updated: list[ParameterPlan], plan: Plan) -> int:
         chunks = -(-p.numel // plan.windows.chunk_elements)
         total += chunks * (4 * (p.states_home is Tier.NVME) + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME))
     return total
+
+
+def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
+    """What whole pages add to the (reads, writes) of a step: drives move no less."""
+    homes = {p.name: p for p in plan.parameters}
+    fetched = [n for _, gm in halves.graphs() for n in _calls(gm, ops.FETCH)]
+    reads = sum(_padding(meta.cost(n).bytes) for n in fetched if homes[meta.origin(n) or ""].home is Tier.NVME)
+    swapped = sum(_padding(nbytes) for nbytes in swap_sizes_bytes(halves))
+    reads, writes = reads + swapped, swapped
+    for p in (homes[meta.origin(n) or ""] for n in _calls(halves.backward, ops.OFFLOAD_GRAD)):
+        # All chunks but the last are whole pages in every dtype.
+        last = p.numel % plan.windows.chunk_elements
+        away = 3 * _padding(4 * last) if p.states_home is Tier.NVME else 0
+        held = _padding(HELD_BYTES * last) if p.gradient_home is Tier.NVME else 0
+        reads += away + held
+        writes += away + held + (_padding(last * p.bytes // p.numel) if p.numel and _streamed_back(p) else 0)
+    return reads, writes
+
+
+def _padding(nbytes: int) -> int:
+    return -nbytes % PAGE_BYTES
 
 
 def swap_sizes_bytes(halves: Halves) -> list[int]:

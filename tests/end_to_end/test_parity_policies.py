@@ -15,7 +15,6 @@ import lohan_fx
 from lohan_fx import problem
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.plan import OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import ALL, FORCED
 from tests.end_to_end.models import GPT2, GPT2_SHALLOW, LLAMA, Case
@@ -85,7 +84,6 @@ class Moved:
     run: Run
     read_bytes: int
     written_bytes: int
-    padding_bytes: int
 
 
 def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_memory: int | None = None) -> Moved:
@@ -98,8 +96,8 @@ def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_me
         before = store.bytes_read, store.bytes_written
         losses += train(model, optimizer, case, 1, seed=None)
         read, written = store.bytes_read - before[0], store.bytes_written - before[1]
-        plan, sizes = compiled(model).plans[-1], swap_sizes_bytes(compiled(model).halves[-1])
-    return Moved(Run(losses, weights_of(model), plan), read, written, sum(-size % PAGE_BYTES for size in sizes))
+        plan = compiled(model).plans[-1]
+    return Moved(Run(losses, weights_of(model), plan), read, written)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,8 @@ def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
     assert_same(found.run, plain_once(case, STEPS))
     plan = found.run.plan
     assert plan is not None and plan.prediction is not None
-    assert found.read_bytes == plan.prediction.nvme_read_bytes + found.padding_bytes
-    assert found.written_bytes == plan.prediction.nvme_write_bytes + found.padding_bytes
+    assert found.read_bytes == plan.prediction.nvme_read_bytes
+    assert found.written_bytes == plan.prediction.nvme_write_bytes
     assert plan.policy == policy
     if policy in DOES:
         homes, ways = DOES[policy]

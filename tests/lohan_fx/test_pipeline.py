@@ -25,6 +25,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.halves import Halves, ParameterInput
 from lohan_fx.passes.liveness import peaks
+from lohan_fx.passes.traffic import PAGE_BYTES, padding_bytes
 from lohan_fx.passes.verify import ORDER
 from lohan_fx.pipeline import PASSES, Request, boxed, compile_inference, compile_training
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
@@ -160,8 +161,10 @@ def test_predicted_bytes_are_those_that_the_nodes_move() -> None:
     swapped = sum(meta.cost(n.all_input_nodes[0]).bytes for n in nodes(halves.forward, ops.SWAP_OUT))
     fetched = sum(meta.cost(n).bytes for _, gm in halves.graphs() for n in nodes(gm, ops.FETCH))
     states = 12 * sum(p.numel for p in facts(found))
-    assert plan.prediction.nvme_read_bytes == fetched + swapped + states
-    assert plan.prediction.nvme_write_bytes == swapped + states
+    more_read, more_written = padding_bytes(halves, plan)
+    assert plan.prediction.nvme_read_bytes == fetched + swapped + states + more_read
+    assert plan.prediction.nvme_write_bytes == swapped + states + more_written
+    assert plan.prediction.nvme_read_bytes % PAGE_BYTES == plan.prediction.nvme_write_bytes % PAGE_BYTES == 0
 
 
 @pytest.mark.parametrize("home", [Tier.NVME, Tier.DEVICE])
