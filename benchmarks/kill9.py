@@ -88,16 +88,13 @@ class Shared:
         return PHASES[self._memory[0]], int(calls)
 
 
-def train(directory: Path, kill: Kill | None, shared: Shared) -> str:
+def train(directory: Path, backend: PosixBackend, shared: Shared, policy: str = "recompute", keep: int = 1) -> str:
     """A life: resume if there is a checkpoint, go on to the last step; a hash of all that came out."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shared.phase("compile")
-    drive = (
-        LossyDrive(kill.at_call, seed=kill.seed, loses=kill.loses) if kill and kill.at_call else LossyDrive(loses=False)
-    )
     compile_module: Any = importlib.import_module("lohan_fx.compile")
-    compile_module.NvmeStore = lambda *args, **options: NvmeStore(*args, **options, backend=_plain_if(kill, drive))
+    compile_module.NvmeStore = lambda *args, **options: NvmeStore(*args, **options, backend=backend)
     # So that parameters of this size are streamed, too.
     importlib.import_module("lohan_fx.problem").SMALL_PARAMETER_ELEMENTS = 0  # type: ignore[attr-defined]
     model = Model()
@@ -105,7 +102,13 @@ def train(directory: Path, kill: Kill | None, shared: Shared) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lohan_fx.compile(
-            model, hw, nvme=directory, host_memory="700MiB", policy="recompute", resume_from_checkpoint=True
+            model,
+            hw,
+            nvme=directory,
+            host_memory="700MiB",
+            policy=policy,
+            checkpoints=keep,
+            resume_from_checkpoint=True,
         )
     shared.phase("resume")
     optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-3)
@@ -124,13 +127,18 @@ def train(directory: Path, kill: Kill | None, shared: Shared) -> str:
         shared.phase("commit")
         lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=losses)
     shared.phase("end")
-    shared.calls(len(drive.calls))
     return digest(model, optimizer, losses)
 
 
-def _plain_if(kill: Kill | None, drive: LossyDrive) -> PosixBackend:
-    """Lives that are killed from outside are to run at their own pace, on the real backend."""
-    return PosixBackend() if kill is not None and kill.at_call is None else drive
+def killed_life(directory: Path, kill: Kill | None, shared: Shared) -> str:
+    """``train`` on a store that ends as ``kill`` says; without one, its calls to the system are counted."""
+    if kill is not None and kill.at_call is None:
+        # Killed from outside, or not at all: at its own pace, on the real backend.
+        return train(directory, PosixBackend(), shared)
+    drive = LossyDrive(kill.at_call if kill else None, seed=kill.seed if kill else 0, loses=bool(kill and kill.loses))
+    result = train(directory, drive, shared)
+    shared.calls(len(drive.calls))
+    return result
 
 
 def digest(model: nn.Module, optimizer: lohan_fx.AdamW, losses: list[float]) -> str:
@@ -152,7 +160,7 @@ def live(directory: Path, kill: Kill | None, shared: Shared, result: Path) -> tu
     if process == 0:
         code = 1
         try:
-            result.write_text(train(directory, kill, shared))
+            result.write_text(killed_life(directory, kill, shared))
             result.with_name("modules").write_text("\n".join(sys.modules))
             code = 0
         except BaseException:

@@ -6,6 +6,11 @@ asked, what was found, and what to do.
 
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
+from pathlib import Path
+
 
 class LohanError(RuntimeError):
     """Base of all errors below, so that a caller can catch them together."""
@@ -32,7 +37,24 @@ class StoreError(LohanError):
 
 
 class LaneTimeout(LohanError):
-    """A lane did not finish what somebody waited for within the time allowed."""
+    """A lane did not finish what somebody waited for within the time allowed.
+
+    The message says what was waited for; a note under it (shown with the traceback) what every thread was doing then.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.add_note(_threads_now())
+
+
+def _threads_now() -> str:
+    frames = sys._current_frames()
+    lines = ["what every thread was doing:"]
+    for thread in threading.enumerate():
+        found = traceback.extract_stack(frames[thread.ident], limit=4) if thread.ident in frames else []
+        where = " < ".join(f"{entry.name} ({Path(entry.filename).name}:{entry.lineno})" for entry in reversed(found))
+        lines.append(f"  {thread.name}: {where or 'starting or ending'}")
+    return "\n".join(lines)
 
 
 class StepError(LohanError):

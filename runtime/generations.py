@@ -6,8 +6,8 @@ file, ``fdatasync`` of it, an atomic rename, ``fsync`` of the directory.
 
 Guarantees: killed at any moment, or after a power loss that keeps what was synced, the newest manifest of the
 directory names chunks that are whole and of one moment. A commit that fails leaves the one before it in force; one of
-which that is unknown stops all further writes. What an earlier process wrote is compared with its checksum at its
-first read.
+which that is unknown stops all further writes. What is read is compared with its checksum: whole chunks always,
+parts of one only where an earlier process wrote it, once.
 Assumes: nothing is under way during ``commit``; the directories are locked.
 """
 
@@ -34,6 +34,7 @@ from lohan_fx.runtime.generation_files import (
     write_identity,
 )
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
+from lohan_fx.runtime.scratch_sums import ScratchSums
 from lohan_fx.runtime.store_file import reported_as_store_error
 from lohan_fx.runtime.striping import Piece
 from lohan_fx.runtime.versions import Span, Versions
@@ -67,6 +68,7 @@ class Generations:
         self._copying = threading.Lock()
         self._uncertain: BaseException | None = None
         self._named = False
+        self.scratch = ScratchSums()
 
     def add(self, name: str, nbytes: int, versions: Versions) -> None:
         """Keep the extent ``name`` from now on."""
@@ -94,7 +96,7 @@ class Generations:
         for span in versions.spans(start, start + len(view)):
             part = view[span.start - start : span.end - start]
             self._files.read_pieces(versions.pieces(span.chunk), span.start, part, what)
-            if versions.must_check(span.chunk):
+            if versions.must_check(span):
                 self._check(versions, span, part, what)
 
     def _check(self, versions: Versions, span: Span, part: memoryview, what: str) -> None:
@@ -107,8 +109,8 @@ class Generations:
             found = checksum(view)
         if found != int(versions.sums[span.chunk]):
             raise StoreError(
-                f"{what}: bytes {whole.start} to {whole.end} of it are damaged: their checksum is {found:#018x}, the "
-                f"checkpoint says {int(versions.sums[span.chunk]):#018x}; lohan-fx fsck lists all damage in "
+                f"{what}: bytes {whole.start} to {whole.end} of it are damaged: their checksum is {found:#018x}, that of "
+                f"what was written {int(versions.sums[span.chunk]):#018x}; lohan-fx fsck lists all damage in "
                 f"{', '.join(map(str, self._directories))}"
             )
         versions.checked(span.chunk)
@@ -221,6 +223,10 @@ class Generations:
                     remove_generation(directory, number, self._backend)
                 except OSError as error:  # the next commit tries again; the newest is in force all the same
                     _LOG.warning("cannot remove the old checkpoint %s: %s", generation_path(directory, number), error)
+
+    def distrust(self, error: BaseException) -> None:
+        """A commit may or may not have come to its end: nothing is written any more."""
+        self._uncertain = error
 
     def _refuse_if_uncertain(self, what: str) -> None:
         if self._uncertain is not None:

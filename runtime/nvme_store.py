@@ -17,11 +17,11 @@ contents are scratch: a store file that a killed run left behind is removed by t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,10 +33,12 @@ from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, lock_direct
 from lohan_fx.runtime.generation_files import generations_in, refuse_checkpoints
 from lohan_fx.runtime.generations import Generations
 from lohan_fx.runtime.host_pool import PAGE_BYTES, page_padded_bytes
+from lohan_fx.runtime.in_time import InTime
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.store_arguments import check_directory, check_striping, log_buffered, memory_of
 from lohan_fx.runtime.store_file import StoreFile, reported_as_store_error
+from lohan_fx.runtime.store_space import take_space
 from lohan_fx.runtime.striping import Piece, parts_between, stripe_extent
 from lohan_fx.runtime.versions import Versions
 
@@ -94,6 +96,7 @@ class NvmeStore:
         self._files: list[StoreFile] = []
         self._generations: Generations | None = None
         self._unused_run: str | None = None
+        self._in_time = InTime()
         self._temporary = temporary
         # On any failure in here, what is taken so far is given back, last first; else close() does that.
         with ExitStack() as taken:
@@ -150,9 +153,15 @@ class NvmeStore:
                 added[name] = _Extent(nbytes, pieces, chunks.get(name))
             if self._generations is not None:
                 added = self._with_slots(added, self._generations.keep, ends)
-            self._check_free_space(ends)
-            self._grow_files(ends)
+                for extent in added.values():
+                    if extent.versions is not None:
+                        extent.versions.blank()
+            self._take_space(ends)
             self._add(added)
+
+    def _take_space(self, ends: Sequence[int]) -> None:
+        take = partial(take_space, self._directories, self._files, ends, self._backend)
+        self._in_time(take, f"preallocating in {self._where()}")
 
     def _add(self, extents: Mapping[str, _Extent]) -> None:
         # A new dict, never changed in place: readers look names up without the lock.
@@ -165,7 +174,7 @@ class NvmeStore:
         """The extents, those with chunks with ``keep`` more places each."""
         found = dict(extents)
         for name, extent in extents.items():
-            if extent.chunk_bytes is not None:
+            if extent.chunk_bytes is not None and extent.nbytes:
                 padded = page_padded_bytes(extent.nbytes)
                 more = [stripe_extent(padded, self._stripe_bytes, self._weights, ends) for _ in range(keep)]
                 versions = Versions(padded, extent.chunk_bytes, [extent.pieces, *more])
@@ -193,8 +202,7 @@ class NvmeStore:
             extents = self._with_slots(self._extents, keep, ends)
             added_bytes = sum(ends) - self.nbytes_allocated
             _LOG.info("checkpoints: %d bytes more on disk to keep the last %d in %s", added_bytes, keep, self._where())
-            self._check_free_space(ends)
-            self._grow_files(ends)
+            self._take_space(ends)
             self._generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
             self._add(extents)
 
@@ -221,7 +229,12 @@ class NvmeStore:
                 for piece in (piece for slot in extent.versions.slots for piece in slot) if extent.versions else ():
                     end = piece.file_offset_bytes + piece.nbytes
                     ends[piece.file_index] = max(ends[piece.file_index], end)
-            return self._generations.commit(state, ends)
+            try:
+                commit = partial(self._generations.commit, state, ends)
+                return self._in_time(commit, f"committing a checkpoint in {self._where()}")
+            except LaneTimeout as error:
+                self._generations.distrust(error)
+                raise
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""
@@ -243,10 +256,15 @@ class NvmeStore:
         """
         extent, view, what = self._asked("reading", name, offset, buffer, nbytes)
         with self._call(what):
-            if extent.versions is not None and self._generations is not None:
-                self._generations.read(extent.versions, offset, view, what)
-            else:
-                self.read_pieces(extent.pieces, offset, view, what)
+            self._in_time(lambda: self._read(extent, name, offset, view, what), what)
+
+    def _read(self, extent: _Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+        if self._generations is not None and extent.versions is not None:
+            self._generations.read(extent.versions, offset, view, what)
+            return
+        self.read_pieces(extent.pieces, offset, view, what)
+        if self._generations is not None:
+            self._generations.scratch.check(name, offset, view, what)
 
     def write(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
         """Write ``nbytes`` of ``buffer`` to extent ``name`` at ``offset``, and on to the end of the last page.
@@ -256,10 +274,17 @@ class NvmeStore:
         """
         extent, view, what = self._asked("writing", name, offset, buffer, nbytes)
         with self._call(what):
-            if extent.versions is not None and self._generations is not None:
-                self._generations.write(extent.versions, offset, view, what)
-            else:
-                self.write_pieces(extent.pieces, offset, view, what)
+            self._in_time(lambda: self._write(extent, name, offset, view, what), what)
+
+    def _write(self, extent: _Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+        if self._generations is None:
+            self.write_pieces(extent.pieces, offset, view, what)
+        elif extent.versions is not None:
+            self._generations.write(extent.versions, offset, view, what)
+        else:
+            self._generations.scratch.begin_write(name, offset, len(view))
+            self.write_pieces(extent.pieces, offset, view, what)
+            self._generations.scratch.end_write(name, offset, view)
 
     def read_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None:
         """For ``generations``: fill ``view`` from byte ``start`` of what ``pieces`` cover."""
@@ -281,7 +306,7 @@ class NvmeStore:
         """Return when everything written so far is on the drives."""
         with self._call("flushing"):
             for file in self._files:
-                file.flush()
+                self._in_time(file.flush, f"flushing {file.path}")
 
     def close(self, remove: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Refuse new calls, wait for those under way, give everything back. Idempotent.
@@ -298,6 +323,7 @@ class NvmeStore:
                 )
             self._remove = remove
             self._taken.close()
+        self._in_time.close()
 
     def __enter__(self) -> Self:
         return self
@@ -326,30 +352,6 @@ class NvmeStore:
 
     def _close_file(self, file: StoreFile) -> None:
         file.close(remove=self._remove and not self.committed)
-
-    def _check_free_space(self, ends: Sequence[int]) -> None:
-        """Directories on one file system share its free space, so their needs are added up."""
-        devices = [os.stat(directory).st_dev for directory in self._directories]
-        added = [end - file.nbytes for end, file in zip(ends, self._files, strict=True)]
-        for directory, device in zip(self._directories, devices, strict=True):
-            needed = sum(nbytes for nbytes, other in zip(added, devices, strict=True) if other == device)
-            with reported_as_store_error(f"asking for the free space of {directory}"):
-                free = self._backend.free_bytes(directory)
-            if needed > free:
-                raise StoreError(
-                    f"allocating in {directory}: {needed} bytes are needed on its file system and {free} are free; "
-                    f"free {needed - free} bytes there or add a directory on another drive"
-                )
-
-    def _grow_files(self, ends: Sequence[int]) -> None:
-        before = [file.nbytes for file in self._files]
-        try:
-            for file, end in zip(self._files, ends, strict=True):
-                file.grow(end)
-        except BaseException:
-            for file, nbytes in zip(self._files, before, strict=True):
-                file.cut_back(nbytes)
-            raise
 
     def _asked(
         self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int

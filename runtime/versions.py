@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.striping import Piece
 
 SlotNumbers = npt.NDArray[np.uint8]
@@ -47,7 +48,7 @@ class Versions:
         self.kept: list[SlotNumbers] = []
         # Written since the last commit, so that no generation needs what is there.
         self._fresh = np.ones(count, np.bool_)
-        # Read or written by this process: what an earlier one left is compared with its checksum once.
+        # Compared with its checksum, or written, by this process.
         self._trusted = np.ones(count, np.bool_)
 
     @classmethod
@@ -61,6 +62,15 @@ class Versions:
         versions._fresh[:] = False
         versions._trusted[:] = False
         return versions
+
+    def blank(self) -> None:
+        """Its slots are new: all of it reads as zeros, of which the checksum is known."""
+        zeros = {span.end - span.start: 0 for span in (self.span_of(0), self.span_of(len(self.sums) - 1))}
+        zeros = {nbytes: checksum(bytes(nbytes)) for nbytes in zeros}
+        self.sums[:] = zeros[self.span_of(0).end]
+        last = self.span_of(len(self.sums) - 1)
+        self.sums[-1] = zeros[last.end - last.start]
+        self.known[:] = True
 
     def span_of(self, chunk: int) -> Span:
         """All of a chunk."""
@@ -109,9 +119,10 @@ class Versions:
         """What is there now is neither old nor new: nothing is committed before the whole chunk is written. Lock held."""
         self.failed[span.chunk] = True
 
-    def must_check(self, chunk: int) -> bool:
-        """Whether what is read of the chunk has yet to be compared with its checksum."""
-        return not self._trusted[chunk]
+    def must_check(self, span: Span) -> bool:
+        """Whether what is read of ``span`` is to be compared with the chunk's checksum: where that is known, if all of
+        the chunk is read anyway, or if what an earlier process wrote has not been compared yet."""
+        return bool(self.known[span.chunk] and (span.whole or not self._trusted[span.chunk]))
 
     def checked(self, chunk: int) -> None:
         self._trusted[chunk] = True
