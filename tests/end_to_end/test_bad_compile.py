@@ -92,7 +92,7 @@ def test_a_directory_of_the_profile_that_is_not_there(nvme: Path) -> None:
 
 def test_a_directory_without_permission_to_write(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As root everything is writable, so the answer is made up.
-    monkeypatch.setattr(store_module.os, "access", lambda path, mode: Path(path) != nvme)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != nvme)
     refused(Tiny(), ValueError, str(nvme), "not writable", "chmod", nvme=nvme)
 
 

@@ -173,6 +173,8 @@ def test_all_rates_doubled_halve_the_time(make: Callable[[int, int], Problem], h
         d2h_bytes_per_s=2 * hw.d2h_bytes_per_s,
         host_memory_bytes_per_s=2 * hw.host_memory_bytes_per_s,
         adam_parameters_per_s=2 * hw.adam_parameters_per_s,
+        io_core_s_per_request=hw.io_core_s_per_request / 2,
+        io_core_s_per_byte=hw.io_core_s_per_byte / 2,
         nvme=tuple(
             replace(
                 drive,
