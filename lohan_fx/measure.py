@@ -7,6 +7,7 @@ takes about that long, except that it makes at least `_MIN_RUNS` runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -74,9 +75,7 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
 
         device_name = machine.gpu_name() if device == "cuda" else machine.cpu_name()
         host_bytes = machine.host_memory_bytes()
-        announce("what requests take of the processor")
-        io_core_s = _io_core_s(directories)
-        return HardwareProfile(
+        profile = HardwareProfile(
             name=f"{device_name}, {len(directories)} NVMe director{'y' if len(directories) == 1 else 'ies'}",
             device=device,
             device_name=device_name,
@@ -95,12 +94,13 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             host_memory_bytes=host_bytes,
             nvme=measure_drives(directories, seconds * _DRIVES_SHARE, announce),
             op_overhead_s=run("the overhead of an op", _op_overhead_s, _OVERHEAD_SHARE),
-            io_core_s_per_request=io_core_s[0],
-            io_core_s_per_byte=io_core_s[1],
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=machine.fingerprint(),
         )
+        announce("what requests take of the processor")
+        per_request, per_byte = _io_core_s(directories)
+        return dataclasses.replace(profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte)
 
 
 def _checked_device(device: str | None) -> str:
