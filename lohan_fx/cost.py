@@ -12,13 +12,14 @@ import math
 from dataclasses import dataclass
 
 from lohan_fx.cost_models import lohan
-from lohan_fx.cost_models.lohan import ADAM_TOUCHED_BYTES
+from lohan_fx.cost_models.lohan import ADAM_TOUCHED_BYTES, STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane
 from lohan_fx.plan import Stage
 
 __all__ = [
     "ADAM_TOUCHED_BYTES",
+    "STATE_BYTES",
     "Work",
     "backward_stage",
     "forward_stage",

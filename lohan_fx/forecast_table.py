@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.forecast import PRICE_YEARS, Forecast
 from lohan_fx.plan import Recompute, Stage, Tier
 from lohan_fx.plan_table import DECISIONS, table
-from lohan_fx.problem import STATE_BYTES
 from lohan_fx.units import format_bytes, format_seconds
 
 _TIERS = {

@@ -31,7 +31,8 @@ from lohan_fx.hardware import DTYPES, HardwareProfile
 from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
-from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.engine import SSD_THREADS
+from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.timeline import Timeline
@@ -54,9 +55,8 @@ _ADAM_OPTIONS = AdamOptions(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=True
 )
 _OPS_PER_RUN = 500
-_IO_SIZES = (4096, 2 * 2**20)
+_IO_SIZES = (PAGE_BYTES, 2 * 2**20)
 _IO_REQUESTS = 200
-_IO_THREADS = 3
 _PROC_STAT = Path("/proc/stat")
 
 
@@ -226,8 +226,8 @@ def _request_core_s(directory: Path, nbytes: int) -> float:
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
         NvmeStore([Path(place)]) as store,
-        HostPool({"io": Reservation(_IO_THREADS, nbytes)}) as pool,
-        Lane("io", threads=_IO_THREADS, timeline=Timeline()) as lane,
+        HostPool({"io": Reservation(SSD_THREADS, nbytes)}) as pool,
+        Lane("io", threads=SSD_THREADS, timeline=Timeline()) as lane,
     ):
         store.allocate({"x": nbytes})
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
-from lohan_fx.problem import GRADIENT_BYTES, STATE_BYTES, Problem
+from lohan_fx.problem import GRADIENT_BYTES, Problem
 
 STAGING_GROWTH_BYTES = 128 << 20
 """A larger promise also gets larger staging, by at most this, and larger windows, by at most 5/16 of the difference

@@ -92,7 +92,7 @@ def _real(value: object, device: torch.device) -> object:
     if isinstance(value, torch.Tensor):
         sizes = [at_hint(size) for size in value.shape]
         strides = [at_hint(step) for step in value.stride()]
-        where = value.device if value.device.type != device.type and value.device.type == "cpu" else device
+        where = value.device if value.device.type == "cpu" else device
         made = torch.empty_strided(sizes, strides, dtype=value.dtype, device=where)
         return made.fill_(0.5 if value.dtype.is_floating_point else 0)
     if isinstance(value, tuple | list):

@@ -7,11 +7,12 @@ from collections.abc import Collection
 import networkx as nx
 
 from lohan_fx import problem as problems
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.annotate import block_of
 from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import ActivationPlan, Decision, OptimizerTiming, ParameterPlan, Plan, Recompute, Tier, Windows
-from lohan_fx.problem import STATE_BYTES, Budgets, ParameterFacts, Problem
+from lohan_fx.problem import Budgets, ParameterFacts, Problem
 
 
 def saving(problem: Problem, saved: Collection[str], decision: Decision) -> dict[str, Decision]:

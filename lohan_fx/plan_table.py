@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -24,7 +25,6 @@ from lohan_fx.plan import (
     Swap,
     Tier,
 )
-from lohan_fx.problem import STATE_BYTES
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
 K = TypeVar("K")

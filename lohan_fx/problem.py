@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.plan import Plan, Windows
 
-STATE_BYTES = 12
-"""Bytes of fp32 master and two fp32 moments per trained parameter."""
 GRADIENT_BYTES = 4
 """Bytes of a waiting gradient per parameter: held gradients are fp32 sums."""
 SMALL_PARAMETER_ELEMENTS = 1 << 15

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from lohan_fx import cost
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
 from lohan_fx.plan import ParameterPlan, Plan, Recompute, Stage, Swap, Tier
-from lohan_fx.problem import STATE_BYTES, Problem
+from lohan_fx.problem import Problem
 
 
 def parameter_adds(p: ParameterPlan, fetches: tuple[int, int]) -> dict[Quantity, float]:

@@ -13,13 +13,11 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
-from lohan_fx.cost import ADAM_TOUCHED_BYTES, Work
+from lohan_fx.cost import ADAM_TOUCHED_BYTES, STATE_BYTES, Work
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
 
-STATE_READ_BYTES = 12
-"""Per parameter: fp32 master and two moments."""
 PAGE_BYTES = 4096
 """What O_DIRECT moves at least (``runtime.host_pool``)."""
 HELD_BYTES = 4
@@ -154,7 +152,7 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
 
 
 def _states_read(updated: list[ParameterPlan]) -> int:
-    return sum(STATE_READ_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
+    return sum(STATE_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
 
 
 def _states_written(updated: list[ParameterPlan]) -> int:

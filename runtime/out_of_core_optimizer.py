@@ -84,9 +84,11 @@ class OutOfCoreOptimizer:
             self._free_window(nbytes)
             return
         left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
-        leaves = [functools.partial(self._leave, job, flat, self._machine.link.mark(), left) for job in jobs]
         if self._machine.link.shares_memory:
             leaves = [functools.partial(self._leave_in_place, jobs, flat, left)]
+        else:
+            after = self._machine.link.mark()
+            leaves = [functools.partial(self._leave, job, flat, after, left) for job in jobs]
         for leave in leaves:
             with self._no_job_lost():
                 self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")

@@ -16,8 +16,9 @@ import sympy
 from lohan_fx.cost_models.formula import CostModel, Expression, StageFormula, Term, symbols
 
 ADAM_TOUCHED_BYTES = 32
-STATE_BYTES = 12
 """Bytes of host memory that one parameter's update moves: g16, p32, m, v read; p32, m, v, p16 written."""
+STATE_BYTES = 12
+"""Bytes of fp32 master and two fp32 moments per trained parameter."""
 
 
 def _literal() -> CostModel:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lohan_fx import cost
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
-from lohan_fx.problem import GRADIENT_BYTES, STATE_BYTES, Problem
+from lohan_fx.problem import GRADIENT_BYTES, Problem
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from lohan_fx import cost
 from lohan_fx import problem as problems
+from lohan_fx.cost import STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check, host_bytes, missing, resident_bytes
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.search import search, useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, default_homes, saving
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, STATE_BYTES, Problem
+from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ATTEMPTS = 8
