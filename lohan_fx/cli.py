@@ -3,6 +3,7 @@
     lohan-fx dump plan.json                                  a plan saved with Plan.to_json
     lohan-fx dump --model train.py:example --host-memory 4GiB    compile, capture and print; nothing is run
     lohan-fx plan --model gpt3-175b --batch 8 --hw rtx4090-12xP5510    does it fit, how fast, what should I buy
+    lohan-fx policies                                        what --policy takes: what goes where, which run
     lohan-fx measure --nvme /mnt/nvme0 --output hw.toml      a hardware profile of this machine
 
 Bad input ends with one line on stderr and exit code 1 (2 where the arguments themselves are wrong;
@@ -84,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="does a model fit, how fast, what to buy", description=DESCRIPTION)
     plan.set_defaults(parser=plan)
     add_plan(plan)
+    listed = commands.add_parser("policies", help="what --policy takes", description=_POLICIES)
+    listed.set_defaults(run=_policies)
     _add_measure(commands.add_parser("measure", help="measure this machine", description=_MEASURE))
     add_checkpoint_commands(commands.add_parser)
     return parser
@@ -91,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
 
 _DUMP = """Show a saved plan; or compile the model that a function returns, capture its graphs for the example inputs
 and show the plan and the rewritten graphs. The model is stored in a temporary directory; nothing is trained."""
+_POLICIES = (
+    "Show the policies that --policy takes: whose they are, what goes where, and which of them this runtime runs."
+)
 _MEASURE = "Measure this machine in about 20 seconds, and write or print its hardware profile as TOML."
 
 
@@ -174,6 +180,11 @@ def _profile(name: str) -> HardwareProfile:
         print(f"lohan-fx: no CUDA here: {hw.name} is taken with the CPU as its compute device", file=sys.stderr)
         return dataclasses.replace(hw, device="cpu")
     return hw
+
+
+def _policies(arguments: argparse.Namespace) -> None:
+    del arguments
+    print(lohan_fx.policies())
 
 
 # --- measure --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lohan_fx.plan import Stage
 
 __all__ = [
     "ADAM_TOUCHED_BYTES",
+    "NO_DRIVE",
     "STATE_BYTES",
     "Work",
     "backward_stage",
@@ -30,7 +31,7 @@ __all__ = [
     "values",
 ]
 
-_NO_DRIVE = math.ulp(0.0)
+NO_DRIVE = math.ulp(0.0)
 """Bytes/s of a drive that is not there: what is sent to it takes infinitely long, nothing takes no time."""
 
 
@@ -154,7 +155,7 @@ def _stage(name: str, work: Work, hw: HardwareProfile) -> Stage:
 
 def _drive_rates(hw: HardwareProfile) -> dict[str, float]:
     return {
-        "ssd_read_bytes_per_s": hw.ssd_read_bytes_per_s or _NO_DRIVE,
-        "ssd_write_bytes_per_s": hw.ssd_write_bytes_per_s or _NO_DRIVE,
+        "ssd_read_bytes_per_s": hw.ssd_read_bytes_per_s or NO_DRIVE,
+        "ssd_write_bytes_per_s": hw.ssd_write_bytes_per_s or NO_DRIVE,
         "ssd_mixed_bytes_per_s": hw.ssd_mixed_bytes_per_s or math.inf,
     }

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lohan_fx import cost
+from lohan_fx import meta
 from lohan_fx.budgets import UNLIMITED_SHARE, choose_windows, default_host_memory_bytes, make_budgets
-from lohan_fx.cost_models import lohan
+from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture
 from lohan_fx.pipeline import Request, plan_training, work_of
@@ -58,13 +58,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan that fits, and what follows from it. ``formula``: seconds per stage and lane, with numbers and terms."""
+    """A plan that fits, and what follows from it. ``work``: what a step does; ``forward_flops``: of its forward."""
 
     subject: Subject
     asked: Asked
     plan: Plan
     simulation: Simulation | None
-    formula: str
+    work: Work
+    forward_flops: int
 
     @property
     def prediction(self) -> Prediction:
@@ -140,8 +141,8 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
         )
     _check_drives(plan, asked)
     simulation = simulate(halves, plan, asked.hw) if asked.simulated else None
-    values = cost.values(work_of(halves, plan, request), asked.hw)
-    return Forecast(subject, asked, plan, simulation, lohan.CORRECTED.formula(values))
+    forward_flops = sum(meta.cost(node).flops for node in halves.forward.graph.nodes)
+    return Forecast(subject, asked, plan, simulation, work_of(halves, plan, request), forward_flops)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from lohan_fx.budgets import parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecast import Asked, Subject, forecast
 from lohan_fx.forecast_table import forecast_data, forecast_text
+from lohan_fx.formulas import formula_data, formula_text
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.lean_loss import with_lean_loss
 from lohan_fx.meta_capture import meta_capture
@@ -49,6 +50,7 @@ GARBAGE = 1_000_000
 """Objects made between two collections."""
 
 FITS, INFEASIBLE = 0, 2
+NAMES, NUMBERS = "names", "numbers"
 
 DESCRIPTION = """Say whether a model fits a machine, how fast it will train there, and what that costs, from its
 configuration alone. Exit code 0: it fits; 2: it does not, and the message names the smallest change that would do; 1:
@@ -82,7 +84,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lean-loss", action="store_true", help="as if the model were given to lohan_fx.lean_loss.with_lean_loss"
     )
-    parser.add_argument("--formula", action="store_true", help="show how the seconds come about")
+    parser.add_argument(
+        "--formula",
+        nargs="?",
+        const=NUMBERS,
+        metavar=f"{NAMES}|{NUMBERS}",
+        help="show how the seconds come about, by our formula and the policy's own, and what would change them",
+    )
     parser.add_argument("--no-simulation", action="store_true", help="the formula's seconds only, which is faster")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("--png", metavar="FILE", help="draw the simulated step, or the table")
@@ -139,6 +147,8 @@ def _answer(arguments: argparse.Namespace) -> int:
             "--model is missing: a preset (--list shows them), a folder with a config.json, or FILE.py:FUNCTION"
         )
     _check_output(arguments.png)
+    if arguments.formula not in (None, NAMES, NUMBERS):
+        raise ValueError(f"--formula is {arguments.formula!r}: expected {NAMES} or {NUMBERS}")
     batch, seq = (_count(f"--{name}", getattr(arguments, name)) for name in ("batch", "seq"))
     source = source_of(arguments.model)
     named(arguments.policy)
@@ -163,12 +173,12 @@ def _answer(arguments: argparse.Namespace) -> int:
 def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> int:
     found = forecast(subject, asked)
     if arguments.json:
-        data = forecast_data(found) | ({"formula": found.formula} if arguments.formula else {})
+        data = forecast_data(found) | ({"formulas": formula_data(found)} if arguments.formula else {})
         print(json.dumps(data, indent=2))
     else:
         print(forecast_text(found))
         if arguments.formula:
-            print(f"\n{found.formula}")
+            print(f"\n{formula_text(found, names=arguments.formula == NAMES)}")
     if arguments.png is not None:
         if found.simulation is None:
             raise ValueError("--png draws the simulated step: leave --no-simulation out")

@@ -109,9 +109,26 @@ class CostModel:
             return slope
         return float(slope.subs({s: values[s.name] for s in slope.free_symbols}))
 
+    def slopes(self, values: Mapping[str, float]) -> dict[str, Expression]:
+        """Symbol -> slope of the step's seconds along what holds at ``values``: as an expression, without those that
+        are zero. Of terms of which the largest counts, the slope is that of the one that binds; where two bind equally,
+        of the first."""
+        holds = sympy.Add(*[self._holding(stage, values) for stage in self.stages])
+        found = {name: sympy.diff(holds, symbols(name)) for name in self.names}
+        return {name: slope for name, slope in found.items() if slope != 0}
+
+    def _holding(self, stage: StageFormula, values: Mapping[str, float]) -> Expression:
+        """What the stage's seconds are at ``values``, without what does not bind there."""
+        numbers = {symbols(name): values[name] for name in self.names}
+        terms = [_without_choices(term.expression, numbers) for term in stage.terms]
+        if stage.combine is Combine.SUM:
+            return sympy.Add(*terms)
+        return max(terms, key=lambda term: _at(term, numbers))
+
     def formula(self, values: Mapping[str, float] | None = None) -> str:
         """The formula as text, a line per term: with names, or with numbers and the seconds they make."""
-        lines = [f"{self.name}: T = {' + '.join(stage.symbol for stage in self.stages)}"]
+        total = f" = {self.seconds(values):.4g} s" if values is not None else ""
+        lines = [f"{self.name}: T = {' + '.join(stage.symbol for stage in self.stages)}{total}"]
         evaluated = self.evaluate(values) if values is not None else {}
         for stage in self.stages:
             total = f" = {self._combined(stage, evaluated[stage.name]):.4g} s" if evaluated else ""
@@ -152,6 +169,21 @@ class CostModel:
     @staticmethod
     def _combined(stage: StageFormula, lanes: Mapping[str, float]) -> float:
         return max(lanes.values()) if stage.combine is Combine.MAX else sum(lanes.values())
+
+
+def _at(expression: Expression, numbers: Mapping[Expression, float]) -> float:
+    return float(expression.subs(numbers))
+
+
+def _without_choices(expression: Expression, numbers: Mapping[Expression, float]) -> Expression:
+    """``expression`` with each ``Max`` and ``Min`` replaced by what it is at ``numbers``."""
+    if not expression.has(sympy.Max, sympy.Min):
+        return expression
+    parts = [_without_choices(part, numbers) for part in expression.args]
+    if isinstance(expression, sympy.Max | sympy.Min):
+        pick = max if isinstance(expression, sympy.Max) else min
+        return pick(parts, key=lambda part: _at(part, numbers))
+    return expression.func(*parts)
 
 
 class _Numbers(StrPrinter):  # type: ignore[misc]

@@ -62,8 +62,8 @@ def _not_overlapped() -> CostModel:
     )
 
 
-OVERLAPPED = _overlapped()
-NOT_OVERLAPPED = _not_overlapped()
+OVERLAPPED: CostModel = _overlapped()
+NOT_OVERLAPPED: CostModel = _not_overlapped()
 
 
 @dataclass(frozen=True)

@@ -49,5 +49,5 @@ def _overlapped() -> CostModel:
     )
 
 
-SEPARATE = _separate()
-OVERLAPPED = _overlapped()
+SEPARATE: CostModel = _separate()
+OVERLAPPED: CostModel = _overlapped()

@@ -29,4 +29,4 @@ def _model() -> CostModel:
     )
 
 
-MODEL = _model()
+MODEL: CostModel = _model()

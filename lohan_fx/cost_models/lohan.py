@@ -149,7 +149,7 @@ def _drives() -> CostModel:
     return CostModel("Drives", (stage,))
 
 
-LITERAL = _literal()
-CORRECTED = _of_work()
-OF_A_MODEL = _of_a_model()
-DRIVES = _drives()
+LITERAL: CostModel = _literal()
+CORRECTED: CostModel = _of_work()
+OF_A_MODEL: CostModel = _of_a_model()
+DRIVES: CostModel = _drives()

@@ -21,7 +21,7 @@ def _model() -> CostModel:
     return CostModel("LSP-Offload", (StageFormula("step", "T_LSP", terms, "LSP-Offload Eq. 4"),))
 
 
-MODEL = _model()
+MODEL: CostModel = _model()
 
 
 def transition_layer(layers: int, backward_s: float, offload_s: float, update_s: float, upload_s: float) -> int:

@@ -43,4 +43,4 @@ def _model() -> CostModel:
     )
 
 
-MODEL = _model()
+MODEL: CostModel = _model()

@@ -45,5 +45,5 @@ def _lsp_eq1() -> CostModel:
     )
 
 
-MEASURED = _measured()
-LSP_EQ1 = _lsp_eq1()
+MEASURED: CostModel = _measured()
+LSP_EQ1: CostModel = _lsp_eq1()

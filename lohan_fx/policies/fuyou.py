@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx import cost
+from lohan_fx.cost_models import fuyou
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.search import RecomputeClosure
@@ -76,4 +77,4 @@ def _swapped(problem: Problem, saved: set[str] | frozenset[str]) -> dict[str, De
     return {name: swap(problem, name, Tier.NVME) if isinstance(d, Keep) else d for name, d in decisions.items()}
 
 
-FUYOU = STREAMED.policy("fuyou", "Fuyou", ACTIVATIONS, by_transfer_benefit)
+FUYOU = STREAMED.policy("fuyou", "Fuyou", ACTIVATIONS, by_transfer_benefit, formulas=(fuyou.OVERLAPPED,))

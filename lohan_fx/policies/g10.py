@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from lohan_fx.cost_models import g10
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.policies.eviction import all_kept, evict
@@ -47,4 +48,5 @@ G10 = _LAYOUT.policy(
     _noted,
     optimizer="GPU, after the backward",
     why_not="its optimizer runs on the GPU over states that stream in and out; this runtime streams them to the CPU",
+    formulas=(g10.SEPARATE, g10.OVERLAPPED),
 )

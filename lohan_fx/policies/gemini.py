@@ -6,9 +6,16 @@ CPU's optimizer runs after the backward. (Fuyou's configuration; LoHan says only
 
 from __future__ import annotations
 
+from lohan_fx.cost_models import gemini
 from lohan_fx.plan import Tier
 from lohan_fx.policies.layout import Layout, checkpointing
 
 _LAYOUT = Layout(Tier.HOST, Tier.NVME, Tier.HOST)
 
-GEMINI = _LAYOUT.policy("gemini", "Colossal-AI", "between blocks kept, the rest recomputed", checkpointing(Tier.DEVICE))
+GEMINI = _LAYOUT.policy(
+    "gemini",
+    "Colossal-AI",
+    "between blocks kept, the rest recomputed",
+    checkpointing(Tier.DEVICE),
+    formulas=(gemini.MODEL,),
+)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lohan_fx import problem as problems
+from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check
@@ -66,6 +67,7 @@ class Layout:
         *,
         optimizer: str = "",
         why_not: str = "",
+        formulas: tuple[CostModel, ...] = (),
     ) -> Policy:
         """The policy that decides by ``decide`` and says of itself what this layout is; with ``why_not`` it never runs."""
 
@@ -89,6 +91,7 @@ class Layout:
             decide=decided,
             runs=not why_not,
             why_not=why_not,
+            formulas=formulas,
         )
 
 

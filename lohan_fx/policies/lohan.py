@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lohan_fx.cost_models import lohan
 from lohan_fx.joint_search import joint_search
 from lohan_fx.policies.policy import Policy
 
@@ -13,4 +14,5 @@ LOHAN: Policy = Policy(
     activations="kept, swapped to host or NVMe, or recomputed, by benefit",
     optimizer="CPU, in the backward",
     decide=joint_search,
+    formulas=(lohan.LITERAL, lohan.OF_A_MODEL),
 )

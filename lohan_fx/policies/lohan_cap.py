@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from lohan_fx.policies.capuchin import ACTIVATIONS, by_link_cost
 from lohan_fx.policies.layout import STREAMED
+from lohan_fx.policies.lohan import LOHAN
 
-LOHAN_CAP = STREAMED.policy("lohan-cap", "LoHan", ACTIVATIONS, by_link_cost)
+LOHAN_CAP = STREAMED.policy("lohan-cap", "LoHan", ACTIVATIONS, by_link_cost, formulas=LOHAN.formulas)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from lohan_fx.plan import Swap, Tier
 from lohan_fx.policies.layout import STREAMED
+from lohan_fx.policies.lohan import LOHAN
 from lohan_fx.policies.mixing import mixing
 
-LOHAN_CM = STREAMED.policy("lohan-cm", "LoHan", "swapped to host RAM or recomputed by MILP", mixing(Swap(Tier.HOST)))
+LOHAN_CM = STREAMED.policy(
+    "lohan-cm", "LoHan", "swapped to host RAM or recomputed by MILP", mixing(Swap(Tier.HOST)), formulas=LOHAN.formulas
+)

@@ -17,6 +17,7 @@ from lohan_fx.passes.search import search, useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Tier
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
+from lohan_fx.policies.lohan import LOHAN
 from lohan_fx.problem import Problem
 
 ATTEMPTS = 6
@@ -64,4 +65,6 @@ def _placed(problem: Problem, saved: Collection[str], space: Room) -> dict[str, 
     return decisions
 
 
-LOHAN_CPUACT = STREAMED.policy("lohan-cpuact", "LoHan", "kept, swapped to host RAM or recomputed, by benefit", _decide)
+LOHAN_CPUACT = STREAMED.policy(
+    "lohan-cpuact", "LoHan", "kept, swapped to host RAM or recomputed, by benefit", _decide, formulas=LOHAN.formulas
+)

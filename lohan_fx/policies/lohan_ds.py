@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from lohan_fx.plan import Tier
 from lohan_fx.policies.layout import STREAMED, checkpointing
+from lohan_fx.policies.lohan import LOHAN
 
 LOHAN_DS = STREAMED.policy(
-    "lohan-ds", "LoHan", "between blocks swapped to host RAM, the rest recomputed", checkpointing(Tier.HOST)
+    "lohan-ds",
+    "LoHan",
+    "between blocks swapped to host RAM, the rest recomputed",
+    checkpointing(Tier.HOST),
+    formulas=LOHAN.formulas,
 )

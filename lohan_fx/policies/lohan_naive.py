@@ -21,5 +21,5 @@ def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
 
 
 LOHAN_NAIVE = dataclasses.replace(
-    LOHAN, name="lohan-naive", optimizer="CPU, in the backward, without overlap of its own", decide=_decide
+    LOHAN, name="lohan-naive", optimizer="CPU, in the backward, without overlap of its own", decide=_decide, formulas=()
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
 from lohan_fx.problem import Problem
@@ -17,7 +18,8 @@ class Policy:
     """``decide(problem, hw)`` makes the plan. The texts say what goes where, for ``lohan_fx.policies()``.
 
     ``source``: the paper, or "ours". ``runs``: whether this runtime can execute its plans; the others are planned and
-    simulated only, and ``why_not`` says why.
+    simulated only, and ``why_not`` says why. ``formulas``: the seconds of a step as the papers have them for this
+    system; empty where they give none.
     """
 
     name: str
@@ -30,3 +32,4 @@ class Policy:
     runs: bool = True
     why_not: str = ""
     gradients: str = "consumed on arrival"
+    formulas: tuple[CostModel, ...] = ()

@@ -7,6 +7,7 @@ before it is needed.
 
 from __future__ import annotations
 
+from lohan_fx.cost_models import zero_infinity
 from lohan_fx.plan import Tier
 from lohan_fx.policies.layout import Layout, checkpointing
 
@@ -17,4 +18,5 @@ ZERO_INFINITY = _LAYOUT.policy(
     "ZeRO-Infinity",
     "between blocks swapped to host RAM, the rest recomputed",
     checkpointing(Tier.HOST),
+    formulas=(zero_infinity.MODEL,),
 )

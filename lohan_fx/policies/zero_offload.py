@@ -6,6 +6,7 @@ backward. The tensors between blocks go to main memory, as LoHan says; Fuyou 2.2
 
 from __future__ import annotations
 
+from lohan_fx.cost_models import zero_offload
 from lohan_fx.plan import Tier
 from lohan_fx.policies.layout import IN_HOST, checkpointing
 
@@ -14,4 +15,5 @@ ZERO_OFFLOAD = IN_HOST.policy(
     "ZeRO-Offload",
     "between blocks swapped to host RAM, the rest recomputed",
     checkpointing(Tier.HOST),
+    formulas=(zero_offload.MEASURED, zero_offload.LSP_EQ1),
 )

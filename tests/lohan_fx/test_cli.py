@@ -286,3 +286,8 @@ def test_python_m_lohan_fx() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("lohan-fx: ") and "none.json" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_policies_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policies"]) == 0
+    assert capsys.readouterr().out == f"{lohan_fx.policies()}\n"

@@ -268,3 +268,14 @@ def test_steps_are_convex_in_what_is_swapped(data: st.DataObject) -> None:
 
 def test_numbers_are_finite() -> None:
     assert all(math.isfinite(model.seconds(values_of(model))) for model in MODELS)
+
+
+def test_slopes_follow_the_binding_term() -> None:
+    p, link, read, write = sympy.symbols("P BW_G BW_S2M BW_M2S", nonnegative=True)
+    slopes = lohan.LITERAL.slopes(LOHAN)
+    assert slopes["P"] == 14 / read + 14 / write  # the drives bind the backward, the link with A_G2M the forward
+    assert sympy.simplify(slopes["A_G2M"] - (1 / link + 1 / read)) == 0
+    assert "THP_G" not in slopes
+    summed = zero_infinity.MODEL.slopes(values_of(zero_infinity.MODEL))
+    assert set(summed) >= {"P", "BW_SSD", "BW_OPT", "ADAM"}  # where lanes wait for each other, all count
+    assert p in summed["BW_OPT"].free_symbols

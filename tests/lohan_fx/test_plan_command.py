@@ -94,6 +94,15 @@ def test_the_answer_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> 
         assert words in text, words
 
 
+def test_formulas_with_names_and_as_data(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--no-simulation", "--policy", "fuyou", "--formula", "names") == 0
+    assert "h2d      (D_f + 2*p)/BW_GPU" in capsys.readouterr().out
+    found = answered(capsys, model, "--no-simulation", "--policy", "fuyou", "--formula")
+    ours, theirs = found["formulas"]
+    assert ours["seconds"] == pytest.approx(found["step_s"]) and theirs["name"] == "Fuyou"
+    assert theirs["binding"]["forward"] in ("compute", "h2d", "d2h", "ssd") and theirs["slopes"]
+
+
 def test_the_answer_as_data_adds_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answered(capsys, model, "--batch", "2", "--policy", "swap-nvme")
     assert found["fits"] is True and found["lowest_tier"] == "nvme"
@@ -243,6 +252,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "gpt2", "--png", "/none/such/a.png"], "there is no directory"),
         (["--model", "gpt2", "--nvme", "/tmp"], "--nvme goes with --hw measure"),
         (["--model", "gpt2", "--frobnicate"], "unrecognized arguments"),
+        (["--model", "gpt2", "--formula", "nmaes"], "--formula is 'nmaes': expected names or numbers"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
