@@ -5,11 +5,11 @@ from __future__ import annotations
 import paper_constants as constants
 from paper_constants import counts, gib, reached_4090, rtx4090, thirteen
 from paper_evidence import Evidence, Number, Row, equal, holds, inside
-from paper_memory import IN_GPU_BYTES
 from paper_steps import gemini_seconds, gpu_seconds, lohan_step, zero_infinity_seconds, zero_infinity_values
 
 from lohan_fx.cost_models import g10, zero_infinity
 from lohan_fx.model_presets import named
+from lohan_fx.system_memory import IN_GPU_BYTES
 
 
 def language_models(e: Evidence) -> list[Number]:

@@ -9,11 +9,10 @@ from paper_constants import counts, gib
 from paper_evidence import MOST_ERROR, Evidence
 
 from lohan_fx.model_presets import named
+from lohan_fx.system_memory import StreamedMemory, ZeroInfinityMemory
 from lohan_fx.transformer_counts import TransformerCounts
 
 LOHAN_MODELS = ("6b", "13b", "30b", "70b", "135b", "175b", "276b", "412b")
-BLOCK_COPIES = 4
-"""Of a block on LoHan's GPU: parameters and gradients, each twice so that transfers overlap computing."""
 BATCHES = range(8, 257, 8)
 
 
@@ -31,7 +30,7 @@ def nearest(billions: float) -> str:
 
 def fits_gpu(c: TransformerCounts, gpu_gib: float) -> bool:
     """Whether LoHan's copies of a block and one block's backward fit the GPU."""
-    return BLOCK_COPIES * 2 * c.dims.block_parameters + c.block_peak_bytes <= gib(gpu_gib)
+    return StreamedMemory().needs(c).device_bytes <= gib(gpu_gib)
 
 
 def largest_batch(model: str, gpu_gib: float) -> int:
@@ -56,8 +55,7 @@ def host_bytes_per_block_parameter(e: Evidence) -> float:
 
 def lohan_host(e: Evidence, c: TransformerCounts, *, activations_in_main: bool = False) -> float:
     """Bytes of main memory that a step needs."""
-    states = host_bytes_per_block_parameter(e) * c.dims.block_parameters
-    return states + (c.inter_block_bytes if activations_in_main else 0.0)
+    return StreamedMemory(host_bytes_per_block_parameter(e), activations_in_main).needs(c).host_bytes
 
 
 def lohan_fits(
@@ -117,13 +115,5 @@ def zero_infinity_host(e: Evidence) -> tuple[float, float]:
 
 def zero_infinity_needs(e: Evidence, size: str, processes: int = 1) -> float:
     """Bytes of main memory; states are shared among processes, what each has besides is not."""
-    fixed, each = zero_infinity_host(e)
-    return processes * fixed + parameters(size) * each
-
-
-# --- systems that keep states in one place ----------------------------------------------------------------------------
-
-IN_GPU_BYTES = 16
-"""Per parameter: P16, G16, P32 and OS32 (Table II); FlashNeuron, Megatron-LM and Fast-DiT keep all in GPUs."""
-GEMINI_HOST_BYTES = 8
-"""Per parameter: P16, P32 and G16; its optimizer states go to the drives (F-BL-01)."""
+    memory = ZeroInfinityMemory(*zero_infinity_host(e), processes)
+    return memory.needs(counts(f"gpt3-{size}", 1)).host_bytes

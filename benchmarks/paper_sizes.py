@@ -7,9 +7,7 @@ import functools
 from paper_constants import gib
 from paper_evidence import Evidence, Number, Row, equal, holds, inside
 from paper_memory import (
-    GEMINI_HOST_BYTES,
     GPUS,
-    IN_GPU_BYTES,
     LOHAN_MODELS,
     host_bytes_per_block_parameter,
     largest,
@@ -20,6 +18,7 @@ from paper_memory import (
 )
 
 from lohan_fx.model_presets import named
+from lohan_fx.system_memory import GEMINI_HOST_BYTES, IN_GPU_BYTES
 
 
 def _zero_infinity_largest(e: Evidence, main_gib: float, processes: int = 1) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from paper_constants import Gpu, a100, counts, gib, rtx3090, rtx4090, thirteen
 from paper_evidence import Evidence, Number, Row, equal, holds, inside
-from paper_memory import IN_GPU_BYTES, largest_batch, lohan_host
+from paper_memory import largest_batch, lohan_host
 from paper_steps import (
     fixed_policy_seconds,
     gemini_seconds,
@@ -21,6 +21,7 @@ from paper_steps import (
 
 from lohan_fx.cost_models import zero_infinity
 from lohan_fx.model_presets import named
+from lohan_fx.system_memory import IN_GPU_BYTES
 from lohan_fx.transformer_counts import TransformerCounts
 
 LARGEST_BATCH = 60

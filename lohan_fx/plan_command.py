@@ -18,7 +18,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lohan_fx.forecast_table import forecast_data, forecast_text
 from lohan_fx.formulas import formula_data, formula_text
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.lean_loss import with_lean_loss
+from lohan_fx.max_model import BATCH, limit_data, limit_text, relatives, system_limit
 from lohan_fx.meta_capture import meta_capture
 from lohan_fx.model_families import Family
 from lohan_fx.model_presets import MODELS
@@ -76,7 +77,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute-dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (%(default)s)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--best-batch", action="store_true", help="the batch with the most throughput")
-    what.add_argument("--max-model", action="store_true", help="the largest model of the preset's kind, at batch 1")
+    what.add_argument(
+        "--max-model",
+        action="store_true",
+        help="the largest model of the preset's kind, at batch 1",
+    )
     what.add_argument("--compare", metavar="POLICIES", help="a row per policy: names with commas, or 'all'")
     what.add_argument(
         "--vary", metavar="WHAT=VALUES", help="ssds=1..12, host_memory=128GiB,256GiB, gpu=rtx4090,a100, .."
@@ -160,13 +165,13 @@ def _answer(arguments: argparse.Namespace) -> int:
             arguments, f"{source.name}, {arguments.vary.partition('=')[0]}", vary(subjects.get, asked, arguments.vary)
         )
     if arguments.compare is not None:
-        return _show(arguments, f"{source.name}, policy", compare(subjects.get(None, None), asked, arguments.compare))
+        return _show(arguments, f"{source.name}, policy", compare(subjects.get, asked, arguments.compare))
     if arguments.best_batch:
         if arguments.batch is not None:
             raise ValueError("--best-batch looks for the batch itself: leave --batch out")
         return _show(arguments, f"{source.name}, batch", best_batch(subjects.get, asked), pick=best)
     if arguments.max_model:
-        return _show(arguments, "largest model", max_model(_relatives(source, seq, make), asked), pick=_largest)
+        return _largest_model(arguments, source, asked, seq, make)
     return _single(arguments, subjects.get(None, None), asked)
 
 
@@ -193,11 +198,12 @@ def _show(
     rows: Sequence[Row],
     *,
     pick: Callable[[Sequence[Row]], Row | None] = best,
+    more: Mapping[str, Any] | None = None,
 ) -> int:
     """Print and draw ``rows``; whether any of them fits is the exit code."""
     chosen = pick(rows)
     if arguments.json:
-        print(json.dumps({"best": chosen.label if chosen else None, "rows": rows_data(rows)}, indent=2))
+        print(json.dumps({"best": chosen.label if chosen else None, "rows": rows_data(rows), **(more or {})}, indent=2))
     else:
         print(rows_text(title, rows))
         print(f"\nbest: {chosen.label}" if chosen else "\nnone of them fits")
@@ -237,17 +243,22 @@ def _captured(
     return Subject(source.name, capture, example.samples, example.tokens, example.unit)
 
 
-def _relatives(
-    source: ModelSource, seq: int | None, make: Callable[[ModelSource, int, int | None], Subject]
-) -> list[tuple[str, Callable[[], Subject]]]:
-    """The presets of the same kind (``gpt3-``, ``dit-``, ..) by size; LoHan's protocol is batch 1 (L-EX-01)."""
-    if source.dims is None:
-        raise ValueError(
-            f"--max-model needs a preset, whose kind it looks through: {source.name} is none; --list shows them"
-        )
-    kind = source.name.split("-")[0]
-    found = sorted((d for d in MODELS.values() if d.name.split("-")[0] == kind), key=lambda dims: dims.parameters)
-    return [(dims.name, functools.partial(make, source_of(dims.name), 1, seq)) for dims in found]
+def _largest_model(
+    arguments: argparse.Namespace,
+    source: ModelSource,
+    asked: Asked,
+    seq: int | None,
+    make: Callable[[ModelSource, int, int | None], Subject],
+) -> int:
+    """What our planner can do under the policy, and what its system itself could: batch 1 (LoHan's protocol, L-EX-01)."""
+    models = relatives(source.name, source.dims)
+    subjects = [(dims.name, functools.partial(make, source_of(dims.name), BATCH, seq)) for dims in models]
+    limit = system_limit(models, asked, seq)
+    rows = max_model(subjects, asked)
+    code = _show(arguments, "largest model", rows, pick=_largest, more={"system": limit_data(limit)})
+    if not arguments.json:
+        print(f"\n{limit_text(limit)}")
+    return code
 
 
 # --- arguments ------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def attempt(label: str, make: Callable[[], Forecast]) -> Row:
 # --- what is varied -------------------------------------------------------------------------------------------
 
 
-def compare(subject: Subject, asked: Asked, policies: str) -> list[Row]:
+def compare(subject_of: SubjectOf, asked: Asked, policies: str) -> list[Row]:
     """A row per policy in ``policies`` (names with commas, or "all"), the fastest first."""
     names = list(POLICIES) if policies == "all" else [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
@@ -57,6 +57,7 @@ def compare(subject: Subject, asked: Asked, policies: str) -> list[Row]:
     for name in names:
         named(name)
     cases = [(name, dataclasses.replace(asked, policy=name)) for name in dict.fromkeys(names)]
+    subject = subject_of(None, None)
     rows = [attempt(name, functools.partial(forecast, subject, case)) for name, case in cases]
     return sorted(rows, key=lambda row: row.found.step_s if row.found else float("inf"))
 

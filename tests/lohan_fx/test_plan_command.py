@@ -182,7 +182,8 @@ def test_the_largest_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     monkeypatch.setattr(what_if, "attempt", attempt)
     assert main(["plan", "--model", "dit-0.67b", "--max-model", "--hw", PRESET, "--no-simulation"]) == 0
-    assert "best: dit-l-2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best: dit-l-2" in printed and "largest by LoHan itself: dit-40b" in printed
     assert len(tried) <= 4
 
 

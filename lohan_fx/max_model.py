@@ -1,0 +1,114 @@
+"""max_model: the largest model of a kind, by the papers' protocol: what the policy's own system could train, and what we can.
+
+The protocol (L-EX-01): batch 1, main memory limited to what is given, no swapping by the operating system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lohan_fx.forecast import Asked
+from lohan_fx.model_families import Family, ModelDims
+from lohan_fx.model_presets import MODELS
+from lohan_fx.plan_table import table
+from lohan_fx.policies import named
+from lohan_fx.system_memory import MEMORY, Needed
+from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.units import format_bytes
+
+BATCH = 1
+TOKENS = 1024
+"""Per sample, as in the papers, where none are asked for."""
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """What the system needs for one model. ``short``: tier -> bytes missing; empty where it fits."""
+
+    model: str
+    needed: Needed
+    short: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SystemLimit:
+    """What the system of ``policy`` could train in so many bytes; ``rows`` by size. ``rows`` is empty where the papers
+    say too little of its memory."""
+
+    policy: str
+    device_bytes: int
+    host_bytes: int
+    tokens: int
+    rows: tuple[SystemRow, ...]
+
+    @property
+    def largest(self) -> str | None:
+        fitting = [row.model for row in self.rows if not row.short]
+        return fitting[-1] if fitting else None
+
+
+def relatives(name: str, dims: ModelDims | None) -> list[ModelDims]:
+    """The presets of the same kind (``gpt3-``, ``dit-``, ..) as the model ``name``, by size."""
+    if dims is None:
+        raise ValueError(f"--max-model needs a preset, whose kind it looks through: {name} is none; --list shows them")
+    kind = name.split("-")[0]
+    return sorted((d for d in MODELS.values() if d.name.split("-")[0] == kind), key=lambda dims: dims.parameters)
+
+
+def system_limit(models: Sequence[ModelDims], asked: Asked, seq: int | None) -> SystemLimit:
+    """Which of ``models``, in order of size, the system of ``asked.policy`` trains, on all memory of the machine unless
+    less is asked for."""
+    host = asked.host_memory_bytes or asked.hw.host_memory_bytes
+    device = asked.device_memory_bytes or asked.hw.device_memory_bytes
+    memory, tokens = MEMORY.get(asked.policy), seq or TOKENS
+    if memory is None:
+        return SystemLimit(asked.policy, device, host, tokens, ())
+    rows = []
+    for dims in models:
+        tokens = dims.tokens if dims.family is Family.DIT else min(seq or TOKENS, dims.positions)
+        needed = memory.needs(TransformerCounts(dims, BATCH, tokens))
+        rows.append(SystemRow(dims.name, needed, needed.short(device, host)))
+    return SystemLimit(asked.policy, device, host, tokens, tuple(rows))
+
+
+def limit_text(limit: SystemLimit) -> str:
+    """A line per model, and the largest that fits; without a newline at the end."""
+    source = named(limit.policy).source
+    if not limit.rows:
+        return f"the papers say too little of the memory that {limit.policy} ({source}) itself needs to tell its limit"
+    lines = []
+    for row in limit.rows:
+        missing = ", ".join(f"{format_bytes(int(nbytes))} of {tier}" for tier, nbytes in row.short.items())
+        sizes = [format_bytes(int(nbytes)) for nbytes in (row.needed.device_bytes, row.needed.host_bytes)]
+        lines.append([f"  {row.model}", *sizes, f"no: {missing} missing" if row.short else "yes"])
+    title = f"{source} itself"
+    return "\n".join(
+        [
+            f"by the papers' protocol (batch {BATCH}, {limit.tokens} tokens, {format_bytes(limit.host_bytes)} of main memory, "
+            f"{format_bytes(limit.device_bytes)} of the device's), what {limit.policy} itself needs",
+            *table([title, "device", "host", "fits"], lines, left=(0, 3)),
+            f"\nlargest by {source} itself: {limit.largest or 'none of them'}",
+        ]
+    )
+
+
+def limit_data(limit: SystemLimit) -> dict[str, Any]:
+    """The same as JSON-ready data."""
+    return {
+        "policy": limit.policy,
+        "source": named(limit.policy).source,
+        "known": bool(limit.rows),
+        "largest": limit.largest,
+        "memory_bytes": {"device": limit.device_bytes, "host": limit.host_bytes},
+        "rows": [
+            {
+                "case": row.model,
+                "fits": not row.short,
+                "device_bytes": row.needed.device_bytes,
+                "host_bytes": row.needed.host_bytes,
+            }
+            for row in limit.rows
+        ],
+    }
