@@ -58,7 +58,7 @@ def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts])
         layer = layer_of_parameter(parameter.name)
         layers[layer] = layers.get(layer, 0) + parameter.bytes
     layer_bytes = max(layers.values(), default=0)
-    roomy = host_memory_bytes >= 2048 * MIB
+    roomy = host_memory_bytes >= 1024 * MIB
     small = host_memory_bytes < 768 * MIB
     return Windows(
         fetch_bytes=min(2 * layer_bytes, host_memory_bytes // 8),

@@ -27,7 +27,7 @@ from lohan_fx.runtime.device_link import link_to
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.machine import Machine, use_threads
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
@@ -106,7 +106,7 @@ class Engine:
             pin=self.device.type == "cuda",
         )
         # A lane's copies use one thread each: the compute threads keep the cores. So does Adam, unless a GPU computes.
-        one_thread = functools.partial(torch.set_num_threads, 1)
+        one_thread = functools.partial(use_threads, 1)
         adam_threads = 1 if self.device.type == "cpu" else max(1, (os.cpu_count() or 1) - OTHER_THREADS)
         compute_threads = torch.get_num_threads()
         self._machine = Machine(
@@ -117,7 +117,7 @@ class Engine:
             ssd=Lane("ssd", threads=SSD_THREADS, initializer=one_thread),
             h2d=Lane("h2d", initializer=one_thread),
             d2h=Lane("d2h", initializer=one_thread),
-            cpu=Lane("cpu", initializer=functools.partial(torch.set_num_threads, adam_threads)),
+            cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
             io_bytes=windows.io_bytes,
         )
         # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.

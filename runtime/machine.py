@@ -63,3 +63,12 @@ class Machine:
         for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
             lane.close()
         self.pool.close(force=True)
+
+
+def use_threads(threads: int) -> None:
+    """From now on torch's ops of the calling thread take so many threads."""
+    # A thread's first parallel op takes over what was last said in the process, whatever it was told before: asking
+    # is that first one. With a team of its own on a CPU, OpenMP counts more threads than cores, and the compute
+    # threads sleep at every barrier.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
