@@ -8,8 +8,12 @@ from lohan_fx.cost import STATE_BYTES
 from lohan_fx.forecast import PRICE_YEARS, Forecast
 from lohan_fx.plan import Recompute, Stage, Tier
 from lohan_fx.plan_table import DECISIONS, table
+from lohan_fx.simulated_waits import WORTH_A_REASON, waits_s
+from lohan_fx.simulator import Simulation
 from lohan_fx.units import format_bytes, format_seconds
 
+LEAST = 0.005
+"""Share of a step below which a wait is not worth a word."""
 _TIERS = {
     Tier.DEVICE: "fits on the device",
     Tier.HOST: "fits with host memory, without a drive",
@@ -48,6 +52,7 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
     if found.simulation is not None:
         simulated_s = found.simulation.step_s
         rows.append(("", f"{format_seconds(simulated_s)} simulated, {simulated_s / found.step_s - 1:+.1%}"))
+        rows += _why_simulated_differs(found.simulation, found.step_s)
     rows += [
         ("throughput", _throughput(found)),
         ("compute", f"{found.flops_per_s / 1e12:,.1f} TFLOPS, {_recomputed(found)}"),
@@ -68,6 +73,14 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
     if found.usd_per_million_tokens is not None:
         rows.append(("cost", f"${found.usd_per_million_tokens:,.3g} per million tokens"))
     return rows
+
+
+def _why_simulated_differs(simulation: Simulation, formula_s: float) -> list[tuple[str, str]]:
+    """Where it does by much: the formula takes every lane as always at work, and leaves out filling and draining."""
+    if abs(simulation.step_s / formula_s - 1) <= WORTH_A_REASON:
+        return []
+    waits = [f"{format_seconds(s)} for {kind}" for kind, s in waits_s(simulation).items() if s > LEAST * formula_s]
+    return [("", f"because compute waits: {'; '.join(waits)}")] if waits else []
 
 
 def _throughput(found: Forecast) -> str:
@@ -163,6 +176,7 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "lowest_tier": found.lowest_tier.value,
         "step_s": found.step_s,
         "simulated_step_s": None if simulation is None else simulation.step_s,
+        "simulated_waits_s": None if simulation is None else waits_s(simulation),
         "tokens_per_s": found.tokens_per_s,
         "samples_per_s": found.samples_per_s,
         "flops_per_s": found.flops_per_s,
