@@ -248,8 +248,9 @@ def main() -> None:
         "not_installed": absent,
         "rounds": args.rounds,
     }
+    part = f"_{args.cases.replace(',', '')}" if args.cases else ""
     finish(
-        "peers",
+        f"peers{part}",
         [row for case in results for row in rows(case)],
         figures,
         [bar for case in results for bar in case["missed"]],
