@@ -4,9 +4,10 @@
 
 Every kind of fault at every kind of call, at several moments of a training with checkpoints. *surfaced*: an error of
 lohan_fx that names what failed; the fault being gone, the training then resumes and must end with the bits of one that
-met none (from the checkpoint before, where the last one holds a flipped bit: two are kept). *retried*: no error, and the
-same bits. *silent*: anything else. Stuck calls are waited for 3 seconds here instead of minutes. Ends with 1 if any is
-silent. JSON: ``injected, surfaced, retried, silent``.
+met none (with ``--keep 2`` from the checkpoint before, where the last one holds a flipped bit; with ``--keep 1`` each
+checkpoint is read back before it counts, ``verify=True``). *retried*: no error, and the same bits. *silent*: anything else.
+Stuck calls are waited for 3 seconds here instead of minutes. Ends with 1 if any is silent.
+JSON: ``injected, surfaced, retried, silent``.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Outcome:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def live(directory: Path, drive: FaultyDrive, policy: str, result: Path) -> Outcome:
+def live(directory: Path, drive: FaultyDrive, policy: str, result: Path, keep: int) -> Outcome:
     """A training on ``drive``, in a process of its own."""
     result.unlink(missing_ok=True)
     process = os.fork()
     if process == 0:
         try:
             _be_impatient()
-            outcome = _outcome(directory, drive, policy)
+            outcome = _outcome(directory, drive, policy, keep)
             result.write_text(json.dumps(dataclasses.asdict(outcome)))
             result.with_name("modules").write_text("\n".join(sys.modules))
         except BaseException:
@@ -67,9 +68,9 @@ def live(directory: Path, drive: FaultyDrive, policy: str, result: Path) -> Outc
     return Outcome(**json.loads(result.read_text()))
 
 
-def _outcome(directory: Path, drive: FaultyDrive, policy: str) -> Outcome:
+def _outcome(directory: Path, drive: FaultyDrive, policy: str, keep: int) -> Outcome:
     try:
-        digest = train(directory, drive, Shared(), policy, keep=2)
+        digest = train(directory, drive, Shared(), policy, keep, verify=keep == 1)
         return Outcome(drive.struck, digest, counts=drive.counts)
     except Exception as error:
         causes = [error, error.__cause__, error.__context__]
@@ -90,6 +91,7 @@ def _be_impatient() -> None:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--moments", type=int, default=3, help="of a training, per policy, call and fault")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ def main() -> None:
         directory, result = Path(root, "store"), Path(root, "result")
         for policy in POLICIES:
             directory.mkdir()
-            whole = live(directory, FaultyDrive(), policy, result)
+            whole = live(directory, FaultyDrive(), policy, result, args.keep)
             assert whole.digest, whole.error
             import_all(result.with_name("modules").read_text().split())
             shutil.rmtree(directory)
@@ -111,18 +113,21 @@ def main() -> None:
                         drive = FaultyDrive(
                             call, chance.randint(1, whole.counts[call]), fault, seed=chance.randrange(99)
                         )
-                        kind = _judge(directory, drive, policy, result, whole.digest, silent)
+                        kind = _judge(directory, drive, policy, result, args.keep, whole.digest, silent)
                         counts[kind] += 1
                         shutil.rmtree(directory)
                     print(f"{policy}, {call}, {fault.value}: {dict(counts)}", file=sys.stderr, flush=True)
     counts.pop("not met", None)
     figures = {"injected": counts.total(), **{kind: counts[kind] for kind in ("surfaced", "retried", "silent")}}
     rows = [(name, str(value)) for name, value in figures.items()]
-    report.finish("faults", rows, figures, silent, save=args.save)
+    figures["keep"] = args.keep
+    report.finish("faults" if args.keep > 1 else "faults_keep1", rows, figures, silent, save=args.save)
 
 
-def _judge(directory: Path, drive: FaultyDrive, policy: str, result: Path, expected: str, silent: list[str]) -> str:
-    met = live(directory, drive, policy, result)
+def _judge(
+    directory: Path, drive: FaultyDrive, policy: str, result: Path, keep: int, expected: str, silent: list[str]
+) -> str:
+    met = live(directory, drive, policy, result, keep)
     what = f"{policy}: {drive}"
     if not met.struck:
         return "not met"
@@ -131,11 +136,11 @@ def _judge(directory: Path, drive: FaultyDrive, policy: str, result: Path, expec
             return "retried"
         silent.append(f"{what}: trained on, to other bits")
         return "silent"
-    again = live(directory, FaultyDrive(), policy, result)
-    if "are damaged" in again.error:
+    again = live(directory, FaultyDrive(), policy, result, keep)
+    if "are damaged" in again.error and keep > 1:
         # A bit that was flipped on its way to the drive is in the last checkpoint, too: as fsck says, one step back.
         generation_path(directory, generations_in(directory)[-1]).unlink()
-        again = live(directory, FaultyDrive(), policy, result)
+        again = live(directory, FaultyDrive(), policy, result, keep)
     if met.clear and again.digest == expected:
         return "surfaced"
     silent.append(

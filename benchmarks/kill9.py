@@ -39,12 +39,13 @@ from torch import nn
 import lohan_fx
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.file_backend import PosixBackend
+from lohan_fx.runtime.generation_files import generations_in
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 STEPS = 6
 WIDTH = 512
 KILLS_PER_TRAINING = 5
-PHASES = ("start", "compile", "resume", "step", "commit", "end")
+PHASES = ("start", "compile", "resume", "step", "commit", "end", "stuck")
 LIFE_TIMEOUT_S = 300.0
 
 
@@ -88,11 +89,19 @@ class Shared:
         return PHASES[self._memory[0]], int(calls)
 
 
-def train(directory: Path, backend: PosixBackend, shared: Shared, policy: str = "recompute", keep: int = 1) -> str:
+def train(
+    directory: Path,
+    backend: PosixBackend,
+    shared: Shared,
+    policy: str = "recompute",
+    keep: int = 1,
+    *,
+    verify: bool = False,
+) -> str:
     """A life: resume if there is a checkpoint, go on to the last step; a hash of all that came out."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shared.phase("compile")
+    shared.phase("resume" if generations_in(directory) else "compile")
     compile_module: Any = importlib.import_module("lohan_fx.compile")
     compile_module.NvmeStore = lambda *args, **options: NvmeStore(*args, **options, backend=backend)
     # So that parameters of this size are streamed, too.
@@ -110,7 +119,6 @@ def train(directory: Path, backend: PosixBackend, shared: Shared, policy: str = 
             checkpoints=keep,
             resume_from_checkpoint=True,
         )
-    shared.phase("resume")
     optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     found = lohan_fx.resume(model, optimizer, scheduler=scheduler)
@@ -125,7 +133,7 @@ def train(directory: Path, backend: PosixBackend, shared: Shared, policy: str = 
         scheduler.step()
         losses.append(loss.item())
         shared.phase("commit")
-        lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=losses)
+        lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=losses, verify=verify)
     shared.phase("end")
     return digest(model, optimizer, losses)
 

@@ -59,7 +59,10 @@ def show_predicted_and_measured(
     rows = [[name, *map(format_seconds, pair)] for name, pair in seconds.items()]
     rows.append(["stall", "", format_seconds(median(lambda r: r.stall_s))])
     rows += [[name, *(format_bytes(int(value)) for value in pair)] for name, pair in nbytes.items()]
-    rows[-3].append(f"at most {format_bytes(reports[-1].promised_rss_bytes)} promised")
+    last = reports[-1]
+    rows[-3].append(f"at most {format_bytes(last.promised_rss_bytes)} promised")
+    limit = "" if last.max_nvme_written_bytes is None else f" of at most {format_bytes(last.max_nvme_written_bytes)}"
+    rows[-1].append(f"{format_bytes(last.nvme_total_written_bytes)} in all{limit}")
     rows = [[*row, ""][:4] for row in rows]
     print("\n".join(table(["per step", "predicted", "measured", ""], rows, left=(0, 3))), end="\n\n")
     both = {**seconds, **nbytes}

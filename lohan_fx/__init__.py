@@ -19,6 +19,7 @@ from lohan_fx.errors import (
     StepError,
     StoreError,
     VerifyError,
+    WearBudgetExceeded,
 )
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import Monitor
@@ -47,6 +48,7 @@ __all__ = [
     "StepError",
     "StoreError",
     "VerifyError",
+    "WearBudgetExceeded",
     "checkpoint",
     "compile",
     "dump",

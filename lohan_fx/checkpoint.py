@@ -6,38 +6,35 @@ A checkpoint is not a copy (docs/0010): the states are in the store already, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lohan_fx.compile import compiled
-from lohan_fx.errors import StepError, StoreError
+from lohan_fx.errors import StoreError
 from lohan_fx.optim import Adam
-from lohan_fx.plain_json import decoded, encoded
-from lohan_fx.random_state import random_state, set_random_state
-from lohan_fx.resuming import PARAMETERS, checkpoint_of_model
+from lohan_fx.plain_json import decoded
+from lohan_fx.random_state import set_random_state
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.training_state import STOPPED_IN_STEP, Parts, Stateful, commit_training, saved_groups
 
 _LOG = logging.getLogger(__name__)
 
 
-class Stateful(Protocol):
-    """A learning rate scheduler, a data loader that knows its position, a sampler: anything of PyTorch's kind."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
 @dataclass(frozen=True)
 class Resumed:
-    """What ``resume`` found: the optimizer steps done, the caller's ``extra``, and the checkpoint's number."""
+    """What ``resume`` found: the optimizer steps done, the caller's ``extra``, and the checkpoint's number.
+
+    ``stopped_in_step``: it was made by ``optimizer.step()`` itself, because ``max_bytes_written`` was reached: what your
+    loop does between that and its own checkpoint (``scheduler.step()``, what goes into ``extra``) it has not done yet.
+    """
 
     step: int
     extra: Any
     number: int
+    stopped_in_step: bool = False
 
 
 def checkpoint(
@@ -48,6 +45,7 @@ def checkpoint(
     loader: Stateful | None = None,
     extra: Any = None,
     keep: int | None = None,
+    verify: bool = False,
 ) -> int:
     """Commit where the training is now; returns the checkpoint's number. Call it between ``step`` and the next backward.
 
@@ -59,33 +57,20 @@ def checkpoint(
         extra: anything of yours that is numbers, text, booleans, None, and lists, tuples, dicts and tensors of them.
         keep: how many checkpoints stay, each costing the disk space of the states once more. Fixed by the first one, or
             by ``compile(..., checkpoints=keep)``, which takes the disk space at the start instead of here. None: 1.
+            One outlives the process, and the machine's power; against a drive that stores other bits than it was given,
+            which the next read finds when the checkpoint before may be gone, keep two, or ``verify``.
+        verify: read back from the drives what was written since the last checkpoint, before this one replaces it. Takes
+            as long as reading that does: all states, if there was a step since.
 
     Raises:
         StepError: a step is half done, or failed half-way.
-        StoreError: the disk is full or failing; the checkpoint before is in force.
+        StoreError: the disk is full or failing, or holds other bits than were written; the checkpoint before is in force.
         ValueError, TypeError: the model has no directory of its own (``compile(..., nvme=...)``), or something given
             cannot be stored.
     """
-    engine = compiled(model).engine
-    _check(engine, optimizer)
-    if engine.resumed is not None:
-        raise StepError("the model was compiled from a checkpoint: call lohan_fx.resume(model, optimizer, ...) first")
-    engine.before_reading()
-    if engine.holds_gradients():
-        raise StepError("a checkpoint was asked for between backward and optimizer.step(): ask after optimizer.step()")
-    engine.store.keep_generations(keep or engine.store.keeps or 1)
-    state = {
-        **checkpoint_of_model(model, engine),
-        "optimizer": _groups(optimizer),
-        "step": optimizer.steps_done,
-        "backwards": engine.micro_batches.expected,
-        "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "scheduler"),
-        "loader": None if loader is None else encoded(loader.state_dict(), "loader"),
-        "extra": encoded(extra, "extra"),
-        "random": random_state(),
-    }
-    engine.states.write_back()
-    return engine.store.commit(state)
+    _check(compiled(model).engine, optimizer)
+    optimizer.parts = Parts(scheduler, loader, extra)
+    return commit_training(model, optimizer, optimizer.parts, keep, verify=verify)
 
 
 def resume(
@@ -107,7 +92,7 @@ def resume(
         return None
     number = engine.store.committed
     try:
-        groups = _groups_of(state, optimizer)
+        groups = saved_groups(state, optimizer)
         for name, taker in (("scheduler", scheduler), ("loader", loader)):
             saved = decoded(state[name])
             if (taker is None) != (saved is None):
@@ -120,7 +105,8 @@ def resume(
         optimizer.steps_done = int(state["step"])
         if engine.micro_batches.expected is None:
             engine.micro_batches.expected = state["backwards"]
-        found = Resumed(int(state["step"]), decoded(state["extra"]), number)
+        found = Resumed(int(state["step"]), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True)
+        optimizer.parts = Parts(scheduler, loader, found.extra)
         set_random_state(state["random"])
     except (KeyError, TypeError) as error:
         raise StoreError(f"checkpoint {number} lacks what a training needs ({error!r}): resume from another") from error
@@ -134,32 +120,3 @@ def _check(engine: Engine, optimizer: Adam) -> None:
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}: expected lohan_fx.AdamW(model.parameters())")
     if optimizer.engine is not engine:
         raise ValueError("the optimizer is of another model")
-
-
-def _groups(optimizer: Adam) -> list[dict[str, Any]]:
-    return [
-        {
-            PARAMETERS: [shell.parameter_name for shell in group["params"]],
-            "options": encoded({key: value for key, value in group.items() if key != "params"}, f"param group {index}"),
-        }
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _groups_of(state: Mapping[str, Any], optimizer: Adam) -> list[dict[str, Any]]:
-    """The param groups in torch's form. Raises ``ValueError`` where they hold other parameters than ``optimizer``'s."""
-    saved: Sequence[Mapping[str, Any]] = state["optimizer"]
-    if len(saved) != len(optimizer.param_groups):
-        raise ValueError(f"the checkpoint has {len(saved)} param groups, the optimizer {len(optimizer.param_groups)}")
-    groups: list[dict[str, Any]] = []
-    first = 0
-    for index, (kept, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        names = [shell.parameter_name for shell in group["params"]]
-        if kept[PARAMETERS] != names:
-            raise ValueError(
-                f"param group {index} of the checkpoint has other parameters than the optimizer's: make the groups as "
-                "in the run that wrote it"
-            )
-        groups.append({**decoded(kept["options"]), "params": list(range(first, first + len(names)))})
-        first += len(names)
-    return groups

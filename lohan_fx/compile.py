@@ -51,6 +51,7 @@ def compile(
     plan: Plan | None = None,
     revise: bool = True,
     checkpoints: int = 0,
+    max_bytes_written: Bytes | None = None,
     resume_from_checkpoint: bool | Directories = False,
 ) -> nn.Module:
     """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
@@ -71,17 +72,22 @@ def compile(
             where the profile was measured on this machine. No number changes by it.
         checkpoints: how many checkpoints ``lohan_fx.checkpoint`` is to keep in ``nvme``, each for the disk space of the
             states once more, taken now. 0: it is taken by the first checkpoint, if there ever is one.
+        max_bytes_written: the most that the training may ever write to the drives (bytes, or text such as "500TB"), which
+            wear out by it. Where the next step would write more, ``optimizer.step()`` makes a checkpoint (if ``nvme`` names
+            directories) and raises ``WearBudgetExceeded``. The count goes on after a resume. None: no limit.
         resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
             (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
 
     Raises:
         ValueError, TypeError: a bad argument, a model on ``meta``, compiled already, or with unsupported dtypes.
         InfeasiblePlan: the memory cannot hold any plan (also at the first call, when the graphs are known).
+        WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
     _check(model, hw, compute_dtype, policy, plan)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
     if not hw.is_this_machine():
         warnings.warn(
             f"the hardware profile {hw.name!r} was not measured on this machine: plans and predictions are for that "
@@ -118,6 +124,7 @@ def compile(
         engine = Engine(slots, store, torch.device("cuda" if hw.device == "cuda" else "cpu"))
         undo.callback(engine.close)
         engine.states.chunk_elements = windows.chunk_elements
+        engine.wear.max_bytes = max_written
         if manifests:
             take_up(model, engine, manifests[-1])
         else:
@@ -139,11 +146,21 @@ def release(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def releasing(model: nn.Module) -> Iterator[nn.Module]:
-    """``with lohan_fx.releasing(lohan_fx.compile(model, hw)) as model:`` releases at the end, whatever happens."""
+    """``with lohan_fx.releasing(lohan_fx.compile(model, hw)) as model:`` releases at the end, whatever happens.
+
+    After Ctrl-C (and ``SystemExit``) files and threads go at once, and the model gets no parameters back: they may be
+    many times the RAM. What was to outlive it is in a checkpoint.
+    """
+    runtime = compiled(model)
     try:
         yield model
-    finally:
+    except (KeyboardInterrupt, SystemExit):
+        runtime.abandon()
+        raise
+    except BaseException:
         release(model)
+        raise
+    release(model)
 
 
 def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
@@ -318,6 +335,7 @@ def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], c
     for slot, _ in found.values():
         extents.update(slot.extents(engine.states.chunk_elements))
         chunk_bytes.update(slot.chunk_bytes(engine.states.chunk_elements))
+    engine.wear.refuse_to_store(sum(_stored_bytes(slot) for slot, _ in found.values()))
     if checkpoints:
         engine.store.keep_generations(checkpoints)
     engine.store.allocate(extents, chunk_bytes=chunk_bytes)
@@ -328,3 +346,7 @@ def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], c
             raise LohanError(f"parameter {name} vanished while it was being stored")
         with torch.no_grad():
             engine.states.write_parameter(number, value.detach())
+
+
+def _stored_bytes(slot: ParameterSlot) -> int:
+    return slot.numel * slot.master_dtype.itemsize + (0 if slot.is_master else slot.compute_bytes)

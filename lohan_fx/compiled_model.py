@@ -23,6 +23,7 @@ from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
@@ -31,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
+EXIT_TIMEOUT_S = 1.5
+"""How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
 
 
 class Prepared(Exception):
@@ -132,7 +135,7 @@ class CompiledModel:
 
         def close() -> None:
             if os.getpid() == process:
-                self._close()
+                self._close(EXIT_TIMEOUT_S)
 
         atexit.register(close)
         self._restore.append(functools.partial(atexit.unregister, close))
@@ -280,7 +283,12 @@ class CompiledModel:
                     shell.owner = None
         self.detach()
 
-    def detach(self) -> None:
+    def abandon(self) -> None:
+        """As ``release``, at once: the model gets no parameters back. For a model that is released already: nothing."""
+        if getattr(self.model, ATTRIBUTE, None) is self:
+            self.detach(EXIT_TIMEOUT_S)
+
+    def detach(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Take everything of ours off the model and end the runtime."""
         for restore in self._restore:
             restore()
@@ -290,15 +298,15 @@ class CompiledModel:
         # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
         for call in self._call.values():
             self._forget_graphs(call)
-        self._close()
+        self._close(timeout_s)
 
     @staticmethod
     def _forget_graphs(call: Callable[..., Any]) -> None:
         reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
 
-    def _close(self) -> None:
+    def _close(self, timeout_s: float) -> None:
         try:
-            self.engine.close()
+            self.engine.close(timeout_s=timeout_s)
         finally:
             self._cleanup()
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+STACK_DEPTH = 8
 
 
 class LohanError(RuntimeError):
@@ -36,25 +39,50 @@ class StoreError(LohanError):
     """Reading, writing or allocating in the NVMe store failed; names the file, the slot and what was asked."""
 
 
+class WearBudgetExceeded(LohanError):
+    """The next step would write more to the drives than ``max_bytes_written``; what was trained is whole.
+
+    ``bytes_written`` of ``max_bytes`` are used; ``checkpoint`` is the number of the one made now, None without one.
+    """
+
+    def __init__(self, message: str, *, bytes_written: int, max_bytes: int, checkpoint: int | None = None) -> None:
+        super().__init__(message)
+        self.bytes_written = bytes_written
+        self.max_bytes = max_bytes
+        self.checkpoint = checkpoint
+
+
 class LaneTimeout(LohanError):
     """A lane did not finish what somebody waited for within the time allowed.
 
-    The message says what was waited for; a note under it (shown with the traceback) what every thread was doing then.
+    The message says what was waited for; a note under it (shown with the traceback) what each lane was running and had
+    queued then, and where every thread was.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.add_note(_threads_now())
+        self.add_note("\n".join([*(line for describe in _describers for line in describe()), *_threads_now()]))
 
 
-def _threads_now() -> str:
+_describers: list[Callable[[], Iterable[str]]] = []
+
+
+def describe_timeouts_with(describe: Callable[[], Iterable[str]]) -> None:
+    """Let ``describe()`` tell, line by line, what else was going on when a ``LaneTimeout`` was raised.
+
+    It is called on a thread that may hold any lock, so it must take none.
+    """
+    _describers.append(describe)
+
+
+def _threads_now() -> list[str]:
     frames = sys._current_frames()
     lines = ["what every thread was doing:"]
     for thread in threading.enumerate():
-        found = traceback.extract_stack(frames[thread.ident], limit=4) if thread.ident in frames else []
+        found = traceback.extract_stack(frames[thread.ident], limit=STACK_DEPTH) if thread.ident in frames else []
         where = " < ".join(f"{entry.name} ({Path(entry.filename).name}:{entry.lineno})" for entry in reversed(found))
         lines.append(f"  {thread.name}: {where or 'starting or ending'}")
-    return "\n".join(lines)
+    return lines
 
 
 class StepError(LohanError):

@@ -24,6 +24,8 @@ class StepReport:
     ``stall_s``: seconds for which compute waited for the other lanes. ``rss_bytes``: what the process has in RAM now;
     ``peak_rss_bytes``: the most of it since the monitor was made; ``promised_rss_bytes``: what it had before
     ``lohan_fx.compile``, and the ``host_memory`` promised there. ``predicted_s``: what the plan that was in force says.
+    ``nvme_total_written_bytes``: since the training began, also before a resume; ``max_nvme_written_bytes``: the
+    ``max_bytes_written`` of ``compile``, None without.
     """
 
     seconds: float
@@ -35,6 +37,8 @@ class StepReport:
     peak_rss_bytes: int
     promised_rss_bytes: int
     predicted_s: float = 0.0
+    nvme_total_written_bytes: int = 0
+    max_nvme_written_bytes: int | None = None
 
     def busy(self, lane: str) -> float:
         """The share of the step in which ``lane`` was busy, 0 to 1."""
@@ -85,6 +89,8 @@ class Monitor:
             peak_rss_bytes=process_memory.peak_rss_bytes(),
             promised_rss_bytes=self._compiled.rss_before_bytes + promised_bytes,
             predicted_s=self.plan.prediction.step_s if self.plan and self.plan.prediction else 0.0,
+            nvme_total_written_bytes=self._compiled.engine.wear.written_bytes,
+            max_nvme_written_bytes=self._compiled.engine.wear.max_bytes,
         )
 
     @property

@@ -17,6 +17,7 @@ from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
 from lohan_fx.shell import Shell
+from lohan_fx.training_state import Parts, reserved_bytes, stopped_by_wear
 
 
 class Adam(torch.optim.Optimizer):
@@ -59,6 +60,7 @@ class Adam(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._group_of: dict[int, int] = {}
         self.steps_done = 0
+        self.parts = Parts()
         super().__init__(params, defaults)
         if self._engine is None:
             raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
@@ -130,8 +132,8 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """The barrier: returns once every update of this step is in place.
 
-        Raises ``StepError`` where a hyper-parameter changed after updates with the old one had run, and whatever
-        failed on a lane.
+        Raises ``StepError`` where a hyper-parameter changed after updates with the old one had run, whatever failed on
+        a lane, and ``WearBudgetExceeded`` where the step is done and the next one may not be (``max_bytes_written``).
         """
         if closure is not None:
             raise ValueError(
@@ -152,6 +154,9 @@ class Adam(torch.optim.Optimizer):
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
         shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
         torch.autograd.graph.increment_version(shells)
+        if self._engine.wear.is_spent(reserved_bytes(self._engine)):
+            first: Any = self.param_groups[0]["params"][0]
+            raise stopped_by_wear(self, first.owner.model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already.

@@ -72,6 +72,7 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
         raise StoreError(
             f"checkpoint {manifest.generation} lacks what a model needs ({error!r}): it is damaged"
         ) from error
+    engine.wear.earlier_bytes = _bytes_written(manifest)
     for name, slot in slots.items():
         engine.residency[slot.slot].updates = int(updates[name])
     for slot in stale:
@@ -80,6 +81,13 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
         for name, buffer in _buffers(model):
             buffer.copy_(buffers[name])
     engine.resumed = state
+
+
+def _bytes_written(manifest: Manifest) -> int:
+    found = manifest.state.get("bytes_written", 0)  # absent where an earlier lohan_fx wrote it
+    if type(found) is not int or not 0 <= found < 1 << 63:
+        raise StoreError(f"checkpoint {manifest.generation} says that {found!r} bytes were written: it is damaged")
+    return found
 
 
 def _check_parameters(engine: Engine, manifest: Manifest) -> None:

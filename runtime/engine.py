@@ -26,7 +26,7 @@ from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.device_link import link_to
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.host_pool import HostPool, Reservation
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.machine import Machine, use_threads
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -36,6 +36,7 @@ from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.runtime.states import States
 from lohan_fx.runtime.timeline import Timeline
+from lohan_fx.runtime.wear import Wear
 
 SSD_THREADS = 3
 OTHER_THREADS = 2
@@ -69,6 +70,7 @@ class Engine:
         self.applied_with: dict[int, AdamOptions] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.resumed: Mapping[str, Any] | None = None
+        self.wear = Wear(lambda: store.bytes_written)
         self._activation_slots: list[int] = []
         self._applying = self._holding = False
         self._machine: Machine | None = None
@@ -90,6 +92,7 @@ class Engine:
         self.states.apply_homes(plan, self.device)
         if plan.prediction is not None:
             self.states.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
+            self.wear.expect(plan.prediction.nvme_write_bytes)
 
     def _set_up(self, plan: Plan) -> None:
         windows = plan.windows
@@ -132,17 +135,20 @@ class Engine:
             window_bytes=windows.gradient_bytes,
         )
 
-    def close(self, *, remove: bool = True) -> None:
-        """End the threads, free the memory, close the store and remove its files. Idempotent."""
+    def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """End the threads, free the memory, close the store and remove its files. Idempotent.
+
+        Raises ``LaneTimeout`` if threads or store do not end within ``timeout_s`` each.
+        """
         if self._closed:
             return
         self._closed = True
         ops.unbind([*self.slots, *self._activation_slots])
         try:
             if self._machine is not None:
-                self._machine.close()
+                self._machine.close(timeout_s)
         finally:
-            self.store.close(remove=remove)
+            self.store.close(remove=remove, timeout_s=timeout_s)
 
     # --- the ops ----------------------------------------------------------------------------------------------
 
@@ -179,6 +185,7 @@ class Engine:
         """Around a forward graph."""
         self.micro_batches.forward_begins()
         if training:
+            self.wear.step_begins()
             self.on_stage("forward")
         with ops.expecting(), self._on_the_clock("forward"):
             yield
@@ -253,6 +260,7 @@ class Engine:
         updated = list(self.applied_with)
         self._forget_gradients()
         self.micro_batches.step_ends()
+        self.wear.step_ends()
         self.on_stage("end")
         return updated
 

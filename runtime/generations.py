@@ -60,6 +60,7 @@ class Generations:
         self.keep = keep
         self.run = run or uuid.uuid4().hex
         self.committed = 0
+        self.manifest_bytes = 0
         self._directories = list(directories)
         self._files = files
         self._backend = backend
@@ -67,6 +68,7 @@ class Generations:
         self._lock = threading.Lock()
         self._copying = threading.Lock()
         self._uncertain: BaseException | None = None
+        self._committing = False
         self._named = False
         self.scratch = ScratchSums()
 
@@ -152,6 +154,23 @@ class Generations:
     def commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
         """Make what is written a checkpoint with ``state``; its number. Raises ``StoreError``; then the last holds."""
         self._refuse_if_uncertain("committing a checkpoint")
+        self._committing = True
+        try:
+            return self._commit(state, file_bytes)
+        finally:
+            self._committing = False
+
+    @property
+    def committing(self) -> bool:
+        """Whether a commit is under way, on whatever thread."""
+        return self._committing
+
+    @property
+    def may_be_needed(self) -> bool:
+        """Whether there is, or may be, a manifest that names what is in the files."""
+        return bool(self.committed) or self._committing or self._uncertain is not None
+
+    def _commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
         for name, (_, versions) in self._extents.items():
             self._refuse_if_failed(name, versions)
             for chunk in versions.unknown():
@@ -180,8 +199,16 @@ class Generations:
             for _, versions in self._extents.values():
                 versions.committed(self.keep)
             self.committed = number
+            self.manifest_bytes += len(data)
         self._remove_old(number)
         return number
+
+    def verify(self, name: str, chunk: int) -> None:
+        """Read the chunk from the drive and compare it with its checksum. Raises ``StoreError`` where they differ."""
+        versions = self.versions(name)
+        if versions.known[chunk]:
+            whole = versions.span_of(chunk)
+            self.read(versions, whole.start, _scratch(whole), f"reading back {name!r}")
 
     def _refuse_if_failed(self, name: str, versions: Versions) -> None:
         if versions.failed.any():

@@ -1,8 +1,9 @@
 """in_time: calls to the system that may never return, made so that the main thread can stop waiting.
 
 Guarantees: on the main thread a call ends with its result, its exception or ``LaneTimeout``, and Ctrl-C is heard
-meanwhile; a call that hangs is left behind on its thread. On other threads (lanes), whose jobs are waited for with a
-timeout already, it is made right there.
+meanwhile: ``KeyboardInterrupt`` is raised once the call is over, so that nobody takes memory or files from under it, or
+after ``INTERRUPT_S``. A call that hangs is left behind on its thread. On other threads (lanes), whose jobs are waited
+for with a timeout already, it is made right there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from contextlib import suppress
 from typing import TypeVar
 
 from lohan_fx.errors import LaneTimeout
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lanes import Lane, Work
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 1.0
+INTERRUPT_S = 2.0
 
 
 class InTime:
@@ -37,6 +39,18 @@ class InTime:
             # Whoever comes next must not queue behind a call that hangs.
             self._lane = None
             raise
+        except BaseException:
+            if not work.done():  # not the call's own error: this thread was interrupted
+                self._let_end(work)
+            raise
+
+    def _let_end(self, work: Work[T]) -> None:
+        try:
+            with suppress(Exception):
+                work.wait(INTERRUPT_S)
+        finally:
+            if not work.done():
+                self._lane = None
 
     def close(self) -> None:
         """End the thread, unless it hangs: it is a daemon."""

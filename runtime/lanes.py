@@ -21,12 +21,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
-from lohan_fx.errors import LaneTimeout, LohanError
+from lohan_fx.errors import LaneTimeout, LohanError, describe_timeouts_with
 from lohan_fx.runtime.timeline import Timeline
 
 T = TypeVar("T")
@@ -34,7 +35,11 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 """Long enough for any one honest job; a caller that waits for a long queue (a whole step) allows more."""
 
+SHOWN_QUEUED = 8
+"""How many of the queued jobs a ``LaneTimeout`` names."""
+
 _LOG = logging.getLogger(__name__)
+_lanes: list[weakref.ref[Lane]] = []
 
 
 class Work(Generic[T]):
@@ -114,6 +119,7 @@ class _Job:
     fn: Callable[[], Any] = field(compare=False)
     nbytes: int = field(compare=False)
     work: Work[Any] = field(compare=False)
+    started_s: float = field(default=0.0, compare=False)
 
 
 class Lane:
@@ -142,7 +148,7 @@ class Lane:
         self._queued = threading.Condition(lock)
         self._queue: list[_Job] = []
         self._sequence = itertools.count()
-        self._running: list[str] = []
+        self._running: dict[threading.Thread, _Job] = {}
         self._closed = False
         starts: list[Work[None]] = [Work(label=f"start of worker {i}", lane=name) for i in range(threads)]
         # Daemons, so that a worker stuck in a device or disk call cannot hold up the interpreter's exit.
@@ -152,6 +158,7 @@ class Lane:
         ]
         for thread in self._threads:
             thread.start()
+        _lanes.append(weakref.ref(self, _lanes.remove))
         try:
             for started in starts:
                 started.wait()
@@ -181,7 +188,7 @@ class Lane:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s):
                 raise LaneTimeout(
-                    f"waited {timeout_s:g} s for lane {self.name!r} to drain: {self._running} still running and "
+                    f"waited {timeout_s:g} s for lane {self.name!r} to drain: {self._running_labels()} still running and "
                     f"{len(self._queue)} queued; allow a longer timeout or look at the running jobs"
                 )
 
@@ -200,7 +207,7 @@ class Lane:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             raise LaneTimeout(
-                f"waited {timeout_s:g} s for lane {self.name!r} to close: {self._running} still running; "
+                f"waited {timeout_s:g} s for lane {self.name!r} to close: {self._running_labels()} still running; "
                 "call close() again to keep waiting; the worker is a daemon and cannot block exit"
             )
 
@@ -215,6 +222,19 @@ class Lane:
     def _refuse_own_worker(self, asked: str) -> None:
         if threading.current_thread() in self._threads:
             raise LohanError(f"{asked}() of lane {self.name!r} was called by one of its own jobs, which cannot end")
+
+    def _running_labels(self) -> list[str]:
+        return [job.work.label for job in list(self._running.values())]
+
+    def describe(self) -> Iterator[str]:
+        """What each worker runs and what is queued, a line each. Takes no lock, so it is a look in passing."""
+        now_s = time.perf_counter()
+        for worker, job in list(self._running.items()):
+            yield f"  {worker.name} has been running {job.work.label!r} for {now_s - job.started_s:.1f} s"
+        queued = sorted(self._queue.copy())
+        if queued:
+            named = ", ".join(repr(job.work.label) for job in queued[:SHOWN_QUEUED])
+            yield f"  {len(queued)} queued on {self.name!r}: {named}{', ...' if len(queued) > SHOWN_QUEUED else ''}"
 
     def _serve(self, started: Work[None]) -> None:
         try:
@@ -236,8 +256,9 @@ class Lane:
             if not self._queue:
                 return None
             job = heapq.heappop(self._queue)
+            job.started_s = time.perf_counter()
             # Marked in the same critical section that takes it from the queue, so drain never sees neither.
-            self._running.append(job.work.label)
+            self._running[threading.current_thread()] = job
             job.work._started = True
             return job
 
@@ -254,7 +275,7 @@ class Lane:
             job.work._finish(value)
         finally:
             with self._changed:
-                self._running.remove(job.work.label)
+                del self._running[threading.current_thread()]
                 if not self._running and not self._queue:
                     self._changed.notify_all()
 
@@ -262,3 +283,13 @@ class Lane:
         """Before the job is settled, so that whoever waited for it finds it counted."""
         if self._timeline is not None:
             self._timeline.record(self.name, job.work.label, start_s, time.perf_counter(), moved_bytes)
+
+
+def _lanes_now() -> Iterator[str]:
+    yield "what the lanes were doing:"
+    for lane in [lane for reference in _lanes.copy() if (lane := reference()) is not None]:
+        lines = list(lane.describe())
+        yield from lines or ([] if lane._closed else [f"  lane {lane.name!r} is idle"])
+
+
+describe_timeouts_with(_lanes_now)

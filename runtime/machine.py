@@ -58,10 +58,11 @@ class Machine:
         for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
             lane.drain(max(0.1, deadline_s - time.monotonic()))
 
-    def close(self) -> None:
-        """End the lanes, then give back host memory."""
+    def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """End the lanes, then give back host memory, unless ``LaneTimeout`` is raised: a late job may still use it."""
+        deadline_s = time.monotonic() + timeout_s
         for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
-            lane.close()
+            lane.close(max(0.1, deadline_s - time.monotonic()))
         self.pool.close(force=True)
 
 

@@ -207,6 +207,11 @@ class NvmeStore:
             self._add(extents)
 
     @property
+    def is_temporary(self) -> bool:
+        """Whether the directories go with the run, so that no checkpoint can be kept in them."""
+        return self._temporary
+
+    @property
     def keeps(self) -> int:
         """How many checkpoints are kept; 0 before ``keep_generations``."""
         return 0 if self._generations is None else self._generations.keep
@@ -216,8 +221,8 @@ class NvmeStore:
         """The number of the last checkpoint; 0 before the first."""
         return 0 if self._generations is None else self._generations.committed
 
-    def commit(self, state: Mapping[str, Any]) -> int:
-        """Make what is written a checkpoint, with ``state`` (JSON); its number.
+    def commit(self, state: Mapping[str, Any], *, verify: bool = False) -> int:
+        """Make what is written a checkpoint, with ``state`` (JSON); its number. ``verify``: read it back first.
 
         Nothing may be under way. Raises ``StoreError``; then the checkpoint before is in force.
         """
@@ -230,11 +235,24 @@ class NvmeStore:
                     end = piece.file_offset_bytes + piece.nbytes
                     ends[piece.file_index] = max(ends[piece.file_index], end)
             try:
+                if verify:
+                    self._verify(self._generations)
+                before_bytes = self._generations.manifest_bytes
                 commit = partial(self._generations.commit, state, ends)
-                return self._in_time(commit, f"committing a checkpoint in {self._where()}")
-            except LaneTimeout as error:
-                self._generations.distrust(error)
+                number = self._in_time(commit, f"committing a checkpoint in {self._where()}")
+                with self._changed:
+                    self._bytes_written += self._generations.manifest_bytes - before_bytes
+                return number
+            except BaseException as error:
+                if self._generations.committing:  # it hangs, and this thread has stopped waiting for it
+                    self._generations.distrust(error)
                 raise
+
+    def _verify(self, generations: Generations) -> None:
+        """A call per chunk: reading all may take longer than any one call is waited for."""
+        for name, extent in self._extents.items():
+            for chunk in extent.versions.fresh() if extent.versions is not None else ():
+                self._in_time(partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""
@@ -321,9 +339,12 @@ class NvmeStore:
                     f"waited {timeout_s:g} s to close the store in {self._where()}: still {self._active}; "
                     "call close() again to keep waiting, or see dmesg if a drive hangs"
                 )
+        # An interrupted caller counts as gone while its call still runs there; the files go after it. Not under the
+        # lock, which that call takes.
+        self._in_time.close()
+        with self._changed:
             self._remove = remove
             self._taken.close()
-        self._in_time.close()
 
     def __enter__(self) -> Self:
         return self
@@ -351,7 +372,7 @@ class NvmeStore:
                 self._changed.notify_all()
 
     def _close_file(self, file: StoreFile) -> None:
-        file.close(remove=self._remove and not self.committed)
+        file.close(remove=self._remove and not (self._generations is not None and self._generations.may_be_needed))
 
     def _asked(
         self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int

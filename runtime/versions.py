@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,5 +133,8 @@ class Versions:
 
     def unknown(self) -> list[int]:
         """Chunks without a checksum."""
-        found: Any = np.flatnonzero(~self.known)
-        return [int(chunk) for chunk in found]
+        return np.flatnonzero(~self.known).tolist()
+
+    def fresh(self) -> list[int]:
+        """Chunks written since the last commit."""
+        return np.flatnonzero(self._fresh).tolist()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lohan_fx.runtime.manifest import VERSION, Manifest, sealed
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.store_file import STORE_NAME
 from tests.runtime.faulty_backend import FaultyBackend
+from tests.runtime.test_in_time import interrupt_main_thread, interruptible
 from tests.runtime.test_nvme_store import PAGE, contents, page_aligned, patterned
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -62,6 +64,15 @@ def fill(store: NvmeStore, seed: int) -> dict[str, bytes]:
 
 def everything(store: NvmeStore) -> dict[str, bytes]:
     return {name: bytes(contents(store, name, SIZES[name]).numpy()) for name in KEPT}
+
+
+def flip(directory: Path, place: int) -> None:
+    """Change a bit of the store's file."""
+    with (directory / STORE_NAME).open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
 class Dead(Exception):
@@ -254,6 +265,71 @@ def test_a_commit_that_fails_leaves_the_last_in_force(directory: Path, call: str
         assert everything(store) == expected
 
 
+class Interrupting(PosixBackend):
+    """Once armed, SIGINT comes in the middle of the next flush, which then ``hangs`` or goes on."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.armed = False
+        self.released = threading.Event()
+        self._hangs = hangs
+
+    def fdatasync(self, fd: int) -> None:
+        if self.armed:
+            self.armed = False
+            interrupt_main_thread()
+            self.released.wait(60.0 if self._hangs else 0.05)
+            if self._hangs:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fdatasync(fd)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_interrupted_commit_is_a_checkpoint_or_none(
+    directory: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lohan_fx.runtime.in_time.INTERRUPT_S", 0.3 if hangs else 10.0)
+    backend = Interrupting(hangs=hangs)
+    with begin(directory, backend=backend) as store:
+        fill(store, 0)
+        backend.armed = True
+        with interruptible(), pytest.raises(KeyboardInterrupt):
+            store.commit({})
+        expected = everything(store)
+        if hangs:
+            with pytest.raises(StoreError, match=r"resume from the last checkpoint"):
+                fill(store, 1)
+        else:
+            expected = fill(store, 1)
+            assert store.commit({}) == 2
+    backend.released.set()
+    assert (directory / STORE_NAME).exists()  # a commit that hangs may yet come to its end
+    if hangs:
+        assert not read_generations([directory])
+        begin(directory).close()
+    else:
+        with resume(directory) as store:
+            assert everything(store) == expected
+
+
+def test_a_verified_commit_reads_back_what_is_new_and_refuses_what_the_drive_changed(directory: Path) -> None:
+    with begin(directory) as store:
+        expected = fill(store, 0)
+        store.commit({}, verify=True)
+        before = store.bytes_read
+        store.write("a", 0, patterned(2 * PAGE, 1), 2 * PAGE)
+        store.commit({}, verify=True)
+        assert store.bytes_read == before + 2 * PAGE
+        expected = everything(store)
+        store.write("a", 0, patterned(2 * PAGE, 2), 2 * PAGE)
+        found = read_generations([directory])[-1].extents["a"]
+        (other,) = {0, 1} - {int(found.current[0])}
+        flip(directory, found.slots[other][0].file_offset_bytes + 5)
+        with pytest.raises(StoreError, match=rf"reading back 'a'.*bytes 0 to {2 * PAGE} of it are damaged"):
+            store.commit({}, verify=True)
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
 def test_nothing_is_committed_over_a_write_that_failed(directory: Path) -> None:
     backend = FaultyBackend()
     with begin(directory, backend=backend) as store:
@@ -283,12 +359,7 @@ def committed(directory: Path) -> Manifest:
 @pytest.mark.parametrize("nbytes", [SIZES["a"], PAGE])
 def test_a_flipped_bit_is_found_by_the_first_read(directory: Path, nbytes: int) -> None:
     record = committed(directory).extents["a"]
-    place = record.slots[record.current[0]][0].file_offset_bytes
-    with (directory / STORE_NAME).open("r+b") as file:
-        file.seek(place + 5)
-        byte = file.read(1)[0]
-        file.seek(place + 5)
-        file.write(bytes([byte ^ 1]))
+    flip(directory, record.slots[record.current[0]][0].file_offset_bytes + 5)
     with resume(directory) as store:
         with pytest.raises(StoreError, match=rf"extent 'a': bytes 0 to {2 * PAGE} of it are damaged.*fsck"):
             contents(store, "a", nbytes)

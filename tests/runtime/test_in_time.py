@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -45,3 +49,48 @@ def test_a_call_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> No
     in_time.close()
     # The abandoned lane idles as a daemon for as long as the process lives; here it must not count as a leak.
     lanes[0].name = "left behind"
+
+
+def test_an_interrupt_is_heard_once_the_call_is_over() -> None:
+    in_time, ended = InTime(), list[bool]()
+
+    def call() -> None:
+        interrupt_main_thread()
+        time.sleep(0.05)
+        ended.append(True)
+
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        in_time(call, "writing")
+    assert ended == [True]
+    assert in_time(lambda: 5, "asking again") == 5
+    in_time.close()
+
+
+def test_an_interrupt_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.runtime.in_time.INTERRUPT_S", 0.05)
+    in_time, released = InTime(), threading.Event()
+
+    def call() -> None:
+        interrupt_main_thread()
+        released.wait(60.0)
+
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        in_time(call, "writing")
+    assert in_time(lambda: 5, "asking again") == 5
+    released.set()
+    in_time.close()
+
+
+def interrupt_main_thread() -> None:
+    """Ctrl-C, heard by the thread that waits for this one."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

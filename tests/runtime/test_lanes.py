@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import weakref
 from functools import partial
@@ -101,6 +102,24 @@ def test_a_late_job_is_named_with_its_lane_and_state() -> None:
         assert not queued.done()
         gate.opened.set()
         queued.wait(PATIENCE_S)
+
+
+def test_a_timeout_tells_what_all_lanes_run_and_have_queued() -> None:
+    with Lane("h2d") as lane, Lane("ssd", threads=2) as other, Lane("cpu"):
+        gates = [Gate(lane, label="copy w1"), Gate(other, label="read w2"), Gate(other, label="read w3")]
+        jobs = [other.submit(lambda: None, label=f"write w{n}") for n in range(10)]
+        with pytest.raises(LaneTimeout) as caught:
+            gates[0].work.wait(0)
+        (note,) = caught.value.__notes__
+        assert re.search(r"lohan-h2d-0 has been running 'copy w1' for \d+\.\d s", note)
+        assert re.search(r"lohan-ssd-[01] has been running 'read w3' for", note)
+        assert "10 queued on 'ssd': 'write w0', " in note and "'write w7', ..." in note
+        assert "lane 'cpu' is idle" in note
+        assert "MainThread: " in note and "test_lanes.py" in note
+        for gate in gates:
+            gate.opened.set()
+        for job in jobs:
+            job.wait(PATIENCE_S)
 
 
 def test_a_jobs_own_timeout_error_is_not_taken_for_a_late_job() -> None:

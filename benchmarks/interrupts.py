@@ -1,0 +1,186 @@
+"""interrupts: trainings stopped by Ctrl-C at random moments of every phase, and resumed: soon, cleanly, to equal bits.
+
+    python benchmarks/interrupts.py --interrupts 60
+
+Each life of a training gets SIGINT during initialisation, resume, a step, a commit, or while the drive does not answer at
+all (a read of a lane, a flush of a commit); it must end in 5 seconds, and let the next one in. Each training is interrupted
+up to five times and then ends as one that never was. JSON: ``interrupts, bit_equal, slowest_s``, and where they struck.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+from kill9 import LIFE_TIMEOUT_S, Kill, Shared, import_all, live, train
+
+from lohan_fx.errors import StoreError
+from lohan_fx.runtime.file_backend import PosixBackend, lock_directory, unlock_directory
+
+LIMIT_S = 5.0
+INTERRUPTED = 130
+PER_TRAINING = 5
+LONGEST_DELAY_S = {"compile": 0.15, "resume": 0.15, "step": 0.4, "commit": 0.02, "stuck": 0.1}
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """SIGINT ``delay_s`` after ``phase`` began. "stuck": that the call number ``at`` of ``call`` never returns."""
+
+    phase: str
+    delay_s: float
+    call: str = ""
+    at: int = 0
+
+
+class StuckDrive(PosixBackend):
+    """One call never returns."""
+
+    def __init__(self, interrupt: Interrupt, shared: Shared) -> None:
+        self._interrupt = interrupt
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        self._stick("preadv")
+        return super().preadv(fd, view, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._stick("fdatasync")
+        super().fdatasync(fd)
+
+    def _stick(self, call: str) -> None:
+        with self._lock:
+            self._calls[call] += 1
+            chosen = (call, self._calls[call]) == (self._interrupt.call, self._interrupt.at)
+        if chosen:
+            self._shared.phase("stuck")
+            threading.Event().wait()
+
+
+def interrupted_life(directory: Path, interrupt: Interrupt, shared: Shared) -> tuple[bool, float]:
+    """One life in a process of its own; whether the signal met it, and how long it took to end then."""
+    shared.phase("start")
+    process = os.fork()
+    if process == 0:
+        os._exit(_live_here(directory, StuckDrive(interrupt, shared), shared))
+    if not _wait_for_phase(process, interrupt.phase, shared):
+        return False, 0.0
+    time.sleep(interrupt.delay_s)
+    sent_s = time.monotonic()
+    os.kill(process, signal.SIGINT)
+    deadline_s = sent_s + LIFE_TIMEOUT_S
+    while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+        if time.monotonic() > deadline_s:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+    code = os.waitstatus_to_exitcode(ended[1])
+    if code not in (0, INTERRUPTED):
+        raise SystemExit(f"a life ended with {code} instead of {INTERRUPTED} after {interrupt}: see above")
+    return code == INTERRUPTED, time.monotonic() - sent_s
+
+
+def _live_here(directory: Path, drive: StuckDrive, shared: Shared) -> int:
+    """As a script of its own would end: the exit handlers run, but not those of the process it was forked from."""
+    atexit._clear()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 1
+    try:
+        train(directory, drive, shared)
+        code = 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    return code
+
+
+def _wait_for_phase(process: int, phase: str, shared: Shared) -> bool:
+    """Whether the life came to ``phase``; else it has ended."""
+    while shared.read()[0] != phase:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether the next run would be refused."""
+    try:
+        unlock_directory(directory, lock_directory(directory))
+    except StoreError:
+        return True
+    return False
+
+
+def choose(number: int, chance: random.Random) -> Interrupt:
+    phase = ("step", "commit", "stuck", "resume", "compile")[number % len(LONGEST_DELAY_S)]
+    delay_s = chance.uniform(0, LONGEST_DELAY_S[phase])
+    if phase == "stuck":
+        call, most = chance.choice([("preadv", 20), ("fdatasync", 4)])
+        return Interrupt(phase, delay_s, call, chance.randint(1, most))
+    return Interrupt(phase, delay_s)
+
+
+def main() -> None:
+    parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--interrupts", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.nvme.mkdir(parents=True, exist_ok=True)
+    chance, shared = random.Random(args.seed), Shared()
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    trainings = unequal = left = tried = 0
+    with tempfile.TemporaryDirectory(prefix="interrupts-", dir=args.nvme) as root:
+        directory, result = Path(root, "store"), Path(root, "result")
+        directory.mkdir()
+        live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
+        expected = result.read_text()
+        import_all(result.with_name("modules").read_text().split())
+        while (done := sum(map(len, seconds.values()))) < args.interrupts:
+            shutil.rmtree(directory)
+            directory.mkdir()
+            for _ in range(min(PER_TRAINING, args.interrupts - done)):
+                interrupt = choose(tried, chance)
+                tried += 1
+                met, took_s = interrupted_life(directory, interrupt, shared)
+                if met:
+                    seconds[interrupt.phase].append(took_s)
+                    left += is_locked(directory)
+            live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
+            trainings += 1
+            unequal += result.read_text() != expected
+            told = {phase: f"{max(found):.2f} s" for phase, found in seconds.items()}
+            print(f"{trainings} trainings, {unequal} unequal, slowest {told}", file=sys.stderr, flush=True)
+    slowest_s = max(max(found) for found in seconds.values())
+    figures = {
+        "interrupts": sum(map(len, seconds.values())),
+        "bit_equal": not unequal,
+        "slowest_s": slowest_s,
+        "trainings": trainings,
+        "struck": {phase: len(found) for phase, found in seconds.items()},
+        "slowest_by_phase_s": {phase: max(found) for phase, found in seconds.items()},
+        "locks_held": left,
+    }
+    missed = [f"{unequal} trainings differ"] if unequal else []
+    missed += [f"the slowest took {slowest_s:.1f} s"] if slowest_s > LIMIT_S else []
+    missed += [f"{left} kept their lock"] if left else []
+    report.finish("interrupts", [(k, str(v)) for k, v in figures.items()], figures, missed, save=args.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""wear: bytes written to the drives over a training's life, which is what flash dies of, held against a budget.
+
+Counts what the store wrote, in this process and, after a resume, up to the checkpoint; what a killed process wrote after
+its last checkpoint is not known any more. Pure bookkeeping: no threads, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lohan_fx.errors import WearBudgetExceeded
+
+
+class Wear:
+    """``written_here`` tells what this process has written; ``max_bytes`` None: no budget."""
+
+    def __init__(self, written_here: Callable[[], int]) -> None:
+        self.max_bytes: int | None = None
+        self.earlier_bytes = 0
+        self._written_here = written_here
+        self._step_bytes = 0
+        self._step_began_at: int | None = None
+
+    @property
+    def written_bytes(self) -> int:
+        """All that was written since the training began."""
+        return self.earlier_bytes + self._written_here()
+
+    @property
+    def step_bytes(self) -> int:
+        """What the next step may write: as much as any so far, or as predicted."""
+        return self._step_bytes
+
+    def expect(self, step_bytes: int) -> None:
+        """A plan predicts so much per step."""
+        self._step_bytes = max(self._step_bytes, step_bytes)
+
+    def refuse_to_store(self, nbytes: int) -> None:
+        """So much is about to be written before the first step. Raises ``WearBudgetExceeded`` where that is too much."""
+        if self.max_bytes is not None and self.written_bytes + nbytes > self.max_bytes:
+            raise self.exceeded(f"not even the model's {nbytes:,} bytes can be stored, and nothing was written")
+
+    def step_begins(self) -> None:
+        """A training forward is about to run. Raises ``WearBudgetExceeded`` where its step may not."""
+        if self._step_began_at is None:
+            if self.is_spent(0):
+                raise self.exceeded("nothing was written")
+            self._step_began_at = self.written_bytes
+
+    def step_ends(self) -> None:
+        if self._step_began_at is not None:
+            self.expect(self.written_bytes - self._step_began_at)
+        self._step_began_at = None
+
+    def is_spent(self, reserved_bytes: int) -> bool:
+        """Whether the next step, and ``reserved_bytes`` for a last checkpoint, would write more than there may be."""
+        return self.max_bytes is not None and self.written_bytes + self._step_bytes + reserved_bytes > self.max_bytes
+
+    def exceeded(self, outcome: str, checkpoint: int | None = None) -> WearBudgetExceeded:
+        """What to raise; ``outcome`` says what has become of the training."""
+        assert self.max_bytes is not None
+        return WearBudgetExceeded(
+            f"{self.written_bytes:,} bytes were written to the drives since the training began, the next step may write "
+            f"{self._step_bytes:,}, and max_bytes_written is {self.max_bytes:,}: {outcome}; compile with more to go on",
+            bytes_written=self.written_bytes,
+            max_bytes=self.max_bytes,
+            checkpoint=checkpoint,
+        )
