@@ -128,6 +128,7 @@ class Streamed:
     model: Any
     plan: lohan_fx.Plan
     step: Step
+    optimizer: lohan_fx.AdamW
 
 
 def streamed(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, **options: Any) -> Streamed:
@@ -147,7 +148,7 @@ def streamed(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, **opt
         optimizer.zero_grad()
         return float(loss.item())
 
-    return Streamed(model, plan, step)
+    return Streamed(model, plan, step, optimizer)
 
 
 def memory_bytes(key: str) -> int:

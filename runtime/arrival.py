@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from lohan_fx.errors import LaneTimeout
 from lohan_fx.runtime.device_link import Moment
-from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, wait_hearing
 
 
 class Arrival:
@@ -62,7 +62,7 @@ class Arrival:
 
     def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Return once everything is there; raises the first failure, or ``LaneTimeout``."""
-        if not self._done.wait(timeout_s):
+        if not wait_hearing(self._done.wait, timeout_s):
             raise LaneTimeout(f"waited {timeout_s:g} s for {self.label}: {self._parts} transfers are still under way")
         if self._error is not None:
             raise self._error

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from lohan_fx.errors import LaneTimeout
-from lohan_fx.runtime.lanes import Lane, Work
+from lohan_fx.runtime.lanes import Lane
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 1.0
@@ -32,25 +32,25 @@ class InTime:
             return fn()
         if self._lane is None:
             self._lane = Lane("store")
-        work = self._lane.submit(fn, label=what)
+        over = threading.Event()
+
+        def call() -> T:
+            try:
+                return fn()
+            finally:
+                over.set()
+
         try:
-            return work.wait()
+            return self._lane.submit(call, label=what).wait()
         except LaneTimeout:
             # Whoever comes next must not queue behind a call that hangs.
             self._lane = None
             raise
         except BaseException:
-            if not work.done():  # not the call's own error: this thread was interrupted
-                self._let_end(work)
-            raise
-
-    def _let_end(self, work: Work[T]) -> None:
-        try:
-            with suppress(Exception):
-                work.wait(INTERRUPT_S)
-        finally:
-            if not work.done():
+            # Its own error, and then it is over; or this thread was interrupted, maybe while it submitted.
+            if not over.wait(INTERRUPT_S):
                 self._lane = None
+            raise
 
     def close(self) -> None:
         """End the thread, unless it hangs: it is a daemon."""

@@ -16,6 +16,7 @@ not fork and use the lane in the child, where the workers do not exist.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -35,11 +36,24 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 """Long enough for any one honest job; a caller that waits for a long queue (a whole step) allows more."""
 
+HEARING_S = 0.5
 SHOWN_QUEUED = 8
 """How many of the queued jobs a ``LaneTimeout`` names."""
 
 _LOG = logging.getLogger(__name__)
 _lanes: list[weakref.ref[Lane]] = []
+
+
+def wait_hearing(wait: Callable[[float], bool], timeout_s: float) -> bool:
+    """``wait(timeout_s)``, in pieces, so that Ctrl-C is heard: a signal that reaches the main thread just before it
+    falls asleep is handled only when it wakes."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        if wait(min(left_s, HEARING_S)):
+            return True
+        if left_s <= HEARING_S:
+            return False
 
 
 class Work(Generic[T]):
@@ -64,7 +78,7 @@ class Work(Generic[T]):
 
     def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
         """The job's value. Raises the job's exception, or ``LaneTimeout`` if it is late."""
-        if not self._done.wait(timeout_s):
+        if not wait_hearing(self._done.wait, timeout_s):
             state = "running" if self._started else "queued"
             raise LaneTimeout(
                 f"waited {timeout_s:g} s for {self.label!r} on lane {self.lane!r}: it is still {state}; "
@@ -186,7 +200,7 @@ class Lane:
         """
         self._refuse_own_worker("drain")
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s):
+            if not wait_hearing(functools.partial(self._changed.wait_for, self._is_idle), timeout_s):
                 raise LaneTimeout(
                     f"waited {timeout_s:g} s for lane {self.name!r} to drain: {self._running_labels()} still running and "
                     f"{len(self._queue)} queued; allow a longer timeout or look at the running jobs"
@@ -222,6 +236,9 @@ class Lane:
     def _refuse_own_worker(self, asked: str) -> None:
         if threading.current_thread() in self._threads:
             raise LohanError(f"{asked}() of lane {self.name!r} was called by one of its own jobs, which cannot end")
+
+    def _is_idle(self) -> bool:
+        return not self._queue and not self._running
 
     def _running_labels(self) -> list[str]:
         return [job.work.label for job in list(self._running.values())]

@@ -30,6 +30,7 @@ from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Purpose, wait_for_all
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.lanes import wait_hearing
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import StateBuffer
@@ -146,7 +147,8 @@ class OutOfCoreOptimizer:
 
     def _wait(self, ready: object, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         assert callable(ready)
-        if not self._changed.wait_for(lambda: ready() or self._error is not None, timeout_s):
+        over = functools.partial(self._changed.wait_for, lambda: ready() or self._error is not None)
+        if not wait_hearing(over, timeout_s):
             raise LaneTimeout(f"waited {timeout_s:g} s for the optimizer: {self._unfinished} chunks are unfinished")
         self._raise_error()
 

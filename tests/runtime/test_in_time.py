@@ -73,12 +73,16 @@ def test_an_interrupt_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.Mo
     def call() -> None:
         interrupt_main_thread()
         released.wait(60.0)
+        # As above: the thread is a daemon that nobody waits for.
+        threading.current_thread().name = "left behind"
 
     with interruptible(), pytest.raises(KeyboardInterrupt):
         in_time(call, "writing")
     assert in_time(lambda: 5, "asking again") == 5
     released.set()
     in_time.close()
+    while any(thread.name.startswith("lohan-") for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 def interrupt_main_thread() -> None:

@@ -1,0 +1,158 @@
+"""performance_table: docs/performance.md from the results that the benchmarks of speed and memory saved.
+
+    python benchmarks/performance_table.py --write
+
+The last part, what was tried and did not help, is written by hand in ``benchmarks/tried.md``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from results_table import NOT_MEASURED, RESULTS, Figures, Row, finish, load, machines, number, scalars, table
+
+COMMAND = "python benchmarks/performance_table.py --write"
+TRIED = Path(__file__).parent / "tried.md"
+
+
+def _io(found: Figures) -> str:
+    pairs = (("read", "read_ratio"), ("write", "write_ratio"), ("mixed", "mixed_ratio"))
+    return ", ".join(f"{name} {number(found.get(key))}x" for name, key in pairs)
+
+
+def _adam(found: Figures) -> str:
+    pairs = (
+        ("copies", "ratio_to_copy"),
+        ("torch's fused", "ratio_to_torch_fused"),
+        ("DeepSpeed", "ratio_to_deepspeed"),
+    )
+    return ", ".join(f"{number(found.get(key))}x {name}" for name, key in pairs)
+
+
+def _overlap(found: Figures) -> str:
+    cases = found.get("cases", [found])
+    return "; ".join(
+        f"{case['ratio']:.2f}x the busiest lane ({case['busiest_lane']}) at {case['size']} {case['batch']} x {case['seq']}, "
+        f"{case['serial_s'] / case['overlapped_s']:.2f}x faster than one lane after the other"
+        for case in cases
+    )
+
+
+def _peers(found: Figures) -> str:
+    return "; ".join(_peer_case(case) for case in found["cases"])
+
+
+def _peer_case(case: Figures) -> str:
+    ratios = ", ".join(f"{number(ratio)}x {name}" for name, ratio in case["ratios"].items())
+    config = case["config"]
+    name = " ".join(map(str, config.values())) if isinstance(config, dict) else str(config)
+    peaks = ", ".join(
+        f"{system} {figures['peak_rss_bytes'] / 1e9:.1f} GB" for system, figures in case["systems"].items()
+    )
+    return f"{name}: {ratios} (peak RSS: {peaks})"
+
+
+def _generality(found: Figures) -> str:
+    return f"{found['ratio']:.3f}x plain PyTorch's step, losses {found['loss_difference']:g} apart"
+
+
+def _prediction(found: Figures) -> str:
+    errors = [abs(case["error"]) for case in found["cases"]]
+    return (
+        f"within 10 % in {sum(error <= 0.1 for error in errors)} of {len(errors)} cases, the median {_median(errors)}, the "
+        f"worst {max(errors):.0%} off; bytes exact in {sum(bool(case['bytes_exact']) for case in found['cases'])}"
+    )
+
+
+def _median(errors: list[float]) -> str:
+    return f"{statistics.median(errors):.0%}"
+
+
+def _paced(found: Figures) -> str:
+    errors = [abs(case["simulated_s"] / case["measured_s"] - 1) for case in found["cases"]]
+    return f"median {_median(errors)}, worst {max(errors):.0%} off in {len(errors)} cases"
+
+
+def _memory(found: Figures) -> str:
+    return (
+        f"{found['params'] / 1e9:.2f}e9 parameters, {found['s_per_step']:.1f} s a step, peak RSS "
+        f"{found['peak_rss_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def _papers(found: Figures) -> str:
+    return f"{found['within_10_percent']} of {found['claims']} claims within 10 %"
+
+
+ROWS = (
+    Row("io", "Throughput of the store over fio's", ">= 0.95", _io),
+    Row("adam", "Bandwidth of the optimizer's update", ">= 0.85 copies, 1.0 torch, 1.3 DeepSpeed", _adam),
+    Row("overlap", "Step time over the busiest lane's own work", "<= 1.10", _overlap),
+    Row("segments", "Graph segments compiled by Inductor over boxed ones", "the faster is the default", scalars),
+    Row("compile_time", "Capture and passes over `aot_eager`'s compile time", "<= 1.5", scalars),
+    Row("peers", "Tokens per second over the peers'", "see issue 4, item 5", _peers),
+    Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),
+    Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", scalars),
+    Row("generality", "A model that fits, over plain PyTorch", "<= 1.1", _generality),
+    Row("larger_than_memory", "States many times the memory", "peak RSS < 5 GB", _memory),
+    Row("prediction", "Step time predicted", "10 % in 10 of 12, none beyond 20 %", _prediction),
+    Row("paced_lanes", "Step time simulated, where all rates are known", "15 %", _paced),
+    Row("paper_tables", "The papers' claims, computed", "80 %", _papers),
+)
+
+TEXT = """# Performance, measured
+
+Made by `{command}` from `benchmarks/results/` and `benchmarks/tried.md`; do not edit. Each figure is what its command
+printed on its date; *not measured* is a benchmark whose result has not been saved yet.
+
+{table}
+
+Measured on:
+
+{machines}
+
+## Predicted beside measured
+
+{predicted}
+
+{tried}"""
+
+
+def predicted(results: Path = RESULTS) -> str:
+    """Every case of which both are known."""
+    lines = [
+        "| case | predicted | simulated | measured | off | peak RSS predicted | measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = load("prediction", results)
+    for case in found["cases"] if found else ():
+        lines.append(_line(case["case"], case, case.get("simulated_s")))
+    if (memory := load("larger_than_memory", results)) is not None:
+        case = {"predicted_s": memory["predicted_s_per_step"], "measured_s": memory["s_per_step"], **memory}
+        lines.append(_line(f"{memory['size']} {memory['batch']}x{memory['seq']}", case, None))
+    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
+
+
+def _line(name: str, case: Figures, simulated_s: Any) -> str:
+    off = case["predicted_s"] / case["measured_s"] - 1
+    memory = [f"{case[key] / 1e9:.2f} GB" for key in ("predicted_peak_rss_bytes", "peak_rss_bytes")]
+    seconds = [f"{number(value)}{'' if value is None else ' s'}" for value in (case["predicted_s"], simulated_s)]
+    cells = [name, *seconds, f"{case['measured_s']:.3g} s", f"{off:+.0%}", *memory]
+    return "| " + " | ".join(cells) + " |"
+
+
+def page(results: Path = RESULTS) -> str:
+    """All of docs/performance.md."""
+    return TEXT.format(
+        command=COMMAND,
+        table=table(ROWS, results),
+        machines=machines(ROWS, results),
+        predicted=predicted(results),
+        tried=TRIED.read_text(),
+    )
+
+
+if __name__ == "__main__":
+    finish("performance.md", page(), __doc__.splitlines()[0] if __doc__ else "")

@@ -1,0 +1,124 @@
+"""reliability_table: docs/reliability.md from the results that the benchmarks of safety saved.
+
+python benchmarks/reliability_table.py --write
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from results_table import RESULTS, Figures, Row, finish, machines, scalars, table
+
+COMMAND = "python benchmarks/reliability_table.py --write"
+
+
+def _kills(found: Figures) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
+    struck = ", ".join(f"{count} in {phase}" for phase, count in found["struck"].items())
+    equal = "all bits equal" if found["bit_equal"] else "BITS DIFFER"
+    return f"{found['kills']} kills ({kinds}; {struck}) in {found['trainings']} trainings: {equal}"
+
+
+def _interrupts(found: Figures) -> str:
+    struck = ", ".join(f"{count} in {phase}" for phase, count in found["struck"].items())
+    equal = "all bits equal" if found["bit_equal"] else "BITS DIFFER"
+    return (
+        f"{found['interrupts']} interrupts ({struck}): the slowest ended in {found['slowest_s']:.1f} s, "
+        f"{found['locks_held']} kept their lock, {equal}"
+    )
+
+
+def _faults(found: Figures) -> str:
+    return (
+        f"{found['injected']} injected: {found['surfaced']} surfaced and the training resumed to equal bits, "
+        f"{found['retried']} changed nothing, {found['silent']} silent"
+    )
+
+
+def _fuzz(found: Figures) -> str:
+    return (
+        f"{found['mutated']:,} mutated: {found['refused']:,} refused, {found['accepted']:,} accepted and inside the "
+        f"files, {found['wrong']} wrong"
+    )
+
+
+def _commit(found: Figures) -> str:
+    cases = "; ".join(
+        f"{case['parameters'] / 1e6:,.0f}M parameters: {1e3 * case['commit_s']:.1f} ms, of which {1e3 * case['sync_s']:.1f} "
+        f"ms syncing, beside {case['step_s']:.2f} s a step ({case['share']:.2%} without syncing)"
+        for case in found["cases"]
+    )
+    return cases
+
+
+def _checksums(found: Figures) -> str:
+    return (
+        f"{found['processor_share']:.1%} of a step's processor time, {found['step_ratio'] - 1:+.1%} of its seconds "
+        f"({found['gigabytes_per_step']:.2f} GB summed per step); raw I/O {found['raw_ratio'] - 1:+.1%}"
+    )
+
+
+def _memory(found: Figures) -> str:
+    return (
+        f"{found['params'] / 1e9:.2f}e9 parameters: peak RSS {found['peak_rss_bytes'] / 1e9:.2f} GB "
+        f"(predicted {found['predicted_peak_rss_bytes'] / 1e9:.2f})"
+    )
+
+
+def _growth(found: Figures) -> str:
+    return f"{found['growth_bytes'] / 1e6:.1f} MB over {found['steps']} steps"
+
+
+def _bytes(found: Figures) -> str:
+    exact = sum(bool(case["bytes_exact"]) for case in found["cases"])
+    return f"exact in {exact} of {len(found['cases'])} cases"
+
+
+ROWS = (
+    Row("kill9", "Killed at any moment, also by power losses, a training ends with the same bits", "100 %", _kills),
+    Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
+    Row("faults", "A fault of the drive surfaces, or changes nothing (2 checkpoints kept)", "0 silent", _faults),
+    Row("faults_keep1", "The same with 1 checkpoint kept, read back (`verify=True`)", "0 silent", _faults),
+    Row("fuzz_manifests", "No manifest leads out of the files", "0 wrong", _fuzz),
+    Row("commit", "A commit takes no longer for a larger model", "< 1 % of a step, and syncing", _commit),
+    Row("checksums", "Checksums of all that is written and read", "< 3 %", _checksums),
+    Row("larger_than_memory", "Memory stays below the promise", "as promised", _memory),
+    Row("within_promise", "The same under a limit of the kernel", "as promised", scalars),
+    Row("rss_growth", "Memory does not grow", "no growth beyond noise", _growth),
+    Row("prediction", "Bytes written are those of the plan", "exact", _bytes, judged=False),
+)
+
+TEXT = """# Reliability, measured
+
+Made by `{command}` from `benchmarks/results/`; do not edit. Each figure is what its command printed on its date.
+
+{table}
+
+Measured on:
+
+{machines}
+
+## What is promised, and against what
+
+- *A killed process, or a power loss*: one checkpoint (the default) is enough. What was not committed is as if it had never
+  been written.
+- *A drive that stores other bits than it was given, and says nothing*: the checksum of every chunk is compared whenever
+  the chunk is read, so no training goes on with them. But the read may come a step after the commit, when the checkpoint
+  before is gone. Keep two (`checkpoint(keep=2)`), and go back by one (`lohan-fx fsck` says which is whole); or read back
+  what is new before it counts (`checkpoint(verify=True)`), which takes a read of all states and no more disk.
+- *A drive that fails* (EIO, no space, short counts): one error that names file, place and remedy; the last checkpoint holds.
+- *A drive that does not answer*: a timeout that names what was waited for, what each lane ran and had queued, and where
+  every thread was. Ctrl-C does not wait for it.
+- *Not covered*: somebody who forges checksums, damage in RAM, and both checkpoints of two damaged by one drive. Without
+  `checkpoints=` and before the first checkpoint nothing is summed. `max_bytes_written` does not know what a killed process
+  wrote after its last checkpoint.
+"""
+
+
+def page(results: Path = RESULTS) -> str:
+    """All of docs/reliability.md."""
+    return TEXT.format(command=COMMAND, table=table(ROWS, results), machines=machines(ROWS, results))
+
+
+if __name__ == "__main__":
+    finish("reliability.md", page(), __doc__.splitlines()[0] if __doc__ else "")

@@ -1,0 +1,42 @@
+"""docs/reliability.md and docs/performance.md are what their commands make of the saved results, today's and others'."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results_table
+
+BENCHMARKS = Path(results_table.__file__).parent
+FOUND = {"date": "2026-01-02T03:04:05+00:00", "command": "python x.py", "missed": ["a | bar"], "lost": 3}
+
+
+@pytest.mark.parametrize("script", ["reliability_table.py", "performance_table.py"])
+def test_the_committed_page_is_what_the_command_makes_of_the_committed_results(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), "--check"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_row_tells_what_was_measured_or_that_nothing_was(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(FOUND))
+    rows = (
+        results_table.Row("one", "Nothing is lost", "0", lambda found: f"{found['lost']} lost"),
+        results_table.Row("one", "Of no concern", "0", results_table.scalars, judged=False),
+        results_table.Row("two", "Never run", "1", results_table.scalars),
+    )
+    assert results_table.table(rows, tmp_path).splitlines()[2:] == [
+        "| Nothing is lost | 0 | 3 lost. **Missed**: a \\| bar | 2026-01-02 | `python x.py` |",
+        "| Of no concern | 0 | lost 3 | 2026-01-02 | `python x.py` |",
+        "| Never run | 1 | not measured | | |",
+    ]
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, "-"), (1234567, "1,234,567"), (0.98765, "0.988")])
+def test_numbers_have_three_digits(value: float | None, told: str) -> None:
+    assert results_table.number(value) == told
