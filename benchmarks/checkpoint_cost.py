@@ -28,6 +28,7 @@ from workload import Workload, streamed
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.runtime import generations, scratch_sums
+from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.engine import SSD_THREADS
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.host_pool import HostPool, Reservation
@@ -48,12 +49,16 @@ class Checksums:
         self.processor_s = 0.0
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._checksum = generations.checksum
-        generations.checksum = scratch_sums.checksum = self._timed  # type: ignore[assignment]
+        self._use(self._timed)
+
+    @staticmethod
+    def _use(function: Callable[[memoryview], int | None]) -> None:
+        for module in (generations, scratch_sums):
+            vars(module)["checksum"] = function
 
     def _timed(self, data: memoryview) -> int:
         begin_s = time.thread_time()
-        found = self._checksum(data)
+        found = checksum(data)
         with self._lock:
             self.processor_s += time.thread_time() - begin_s
             self.nbytes += len(data)
@@ -62,14 +67,14 @@ class Checksums:
     @contextmanager
     def off(self) -> Iterator[None]:
         """What is written in here has no checksum that is known, and so nothing is compared."""
-        generations.checksum = lambda data: None  # type: ignore[assignment, return-value]
+        self._use(lambda data: None)
         begin, check = scratch_sums.ScratchSums.end_write, scratch_sums.ScratchSums.check
         scratch_sums.ScratchSums.end_write = lambda *args: None  # type: ignore[method-assign]
         scratch_sums.ScratchSums.check = lambda *args: None  # type: ignore[method-assign]
         try:
             yield
         finally:
-            generations.checksum = self._timed  # type: ignore[assignment]
+            self._use(self._timed)
             scratch_sums.ScratchSums.end_write, scratch_sums.ScratchSums.check = begin, check  # type: ignore[method-assign]
 
 

@@ -156,8 +156,18 @@ class NvmeStore:
                 for extent in added.values():
                     if extent.versions is not None:
                         extent.versions.blank()
+                self._tell_space(added, self._generations.keep)
             self._take_space(ends)
             self._add(added)
+
+    def _tell_space(self, extents: Mapping[str, _Extent], keep: int) -> None:
+        """Before it is taken: what checkpoints cost in disk space."""
+        states_bytes = sum(page_padded_bytes(e.nbytes) for e in extents.values() if e.versions is not None)
+        if states_bytes:
+            _LOG.info(
+                "checkpoints: %d bytes of states in %s, and %d more to keep the last %d",
+                states_bytes, self._where(), keep * states_bytes, keep,
+            )  # fmt: skip
 
     def _take_space(self, ends: Sequence[int]) -> None:
         take = partial(take_space, self._directories, self._files, ends, self._backend)
@@ -200,8 +210,7 @@ class NvmeStore:
                 raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep}")
             ends = [file.nbytes for file in self._files]
             extents = self._with_slots(self._extents, keep, ends)
-            added_bytes = sum(ends) - self.nbytes_allocated
-            _LOG.info("checkpoints: %d bytes more on disk to keep the last %d in %s", added_bytes, keep, self._where())
+            self._tell_space(extents, keep)
             self._take_space(ends)
             self._generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
             self._add(extents)

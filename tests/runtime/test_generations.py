@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import logging
 import os
 import shutil
 import stat
@@ -116,13 +117,17 @@ def test_scratch_is_not_kept_and_its_room_used_again(directory: Path) -> None:
     assert len(sizes) == 1
 
 
-def test_disk_space_is_twice_the_states_and_taken_when_asked_for(directory: Path) -> None:
+def test_disk_space_is_twice_the_states_and_taken_when_asked_for(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lohan_fx")
     with NvmeStore([directory]) as store:
         store.allocate(SIZES, chunk_bytes=CHUNKS)
         assert store.nbytes_allocated == (6 + 1 + 3) * PAGE
         before = everything(store) if fill(store, 5) else {}
         store.keep_generations(1)
         assert store.nbytes_allocated == (6 + 1 + 3 + 6 + 1) * PAGE
+        assert f"{7 * PAGE} bytes of states in {directory}, and {7 * PAGE} more to keep the last 1" in caplog.text
         assert everything(store) == before
         store.commit({})
     with resume(directory) as store:
