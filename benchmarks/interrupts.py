@@ -128,7 +128,9 @@ def is_locked(directory: Path) -> bool:
 
 
 def choose(number: int, chance: random.Random) -> Interrupt:
-    phase = ("step", "commit", "stuck", "resume", "compile")[number % len(LONGEST_DELAY_S)]
+    phase = ("compile", "step", "commit", "resume", "stuck")[
+        number % len(LONGEST_DELAY_S)
+    ]  # a training begins with the first
     delay_s = chance.uniform(0, LONGEST_DELAY_S[phase])
     if phase == "stuck":
         call, most = chance.choice([("preadv", 20), ("fdatasync", 4)])
@@ -144,7 +146,7 @@ def main() -> None:
     args.nvme.mkdir(parents=True, exist_ok=True)
     chance, shared = random.Random(args.seed), Shared()
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    trainings = unequal = left = tried = 0
+    trainings = unequal = left = 0
     with tempfile.TemporaryDirectory(prefix="interrupts-", dir=args.nvme) as root:
         directory, result = Path(root, "store"), Path(root, "result")
         directory.mkdir()
@@ -154,9 +156,8 @@ def main() -> None:
         while (done := sum(map(len, seconds.values()))) < args.interrupts:
             shutil.rmtree(directory)
             directory.mkdir()
-            for _ in range(min(PER_TRAINING, args.interrupts - done)):
-                interrupt = choose(tried, chance)
-                tried += 1
+            for number in range(min(PER_TRAINING, args.interrupts - done)):
+                interrupt = choose(number, chance)
                 met, took_s = interrupted_life(directory, interrupt, shared)
                 if met:
                     seconds[interrupt.phase].append(took_s)
