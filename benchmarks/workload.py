@@ -32,11 +32,12 @@ LR = 1e-4
 @dataclass(frozen=True)
 class Workload:
     """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES``) at ``batch`` x ``seq`` random tokens, bf16 weights and
-    activations."""
+    activations; of so many ``layers`` instead, if given (Llama)."""
 
     size: str
     batch: int
     seq: int
+    layers: int | None = None
 
     def build(self) -> Any:
         """The model in bf16, on the CPU, the same for each call."""
@@ -63,7 +64,7 @@ class Workload:
             vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=ffn,
-            num_hidden_layers=layers,
+            num_hidden_layers=self.layers or layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             max_position_embeddings=max(self.seq, 16),

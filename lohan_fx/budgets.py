@@ -88,12 +88,14 @@ def make_budgets(
     device_memory_bytes: int | None,
     windows: Windows,
     parameters: int = 0,
+    compiler_bytes: int = 0,
 ) -> Budgets:
-    """The budgets of a run with so many parameter tensors; ``InfeasiblePlan`` where not even the fixed part fits."""
+    """The budgets of a run with so many parameter tensors and a compiler of so many bytes; ``InfeasiblePlan`` where not
+    even the fixed part fits."""
     shared = hw.device == "cpu"
     host = host_memory_bytes or default_host_memory_bytes(hw)
     device = device_memory_bytes or (host if shared else int(hw.device_memory_bytes * 0.9))
-    fixed = fixed_bytes(windows, parameters)
+    fixed = fixed_bytes(windows, parameters) + compiler_bytes
     if fixed >= host:
         raise InfeasiblePlan(
             f"host_memory={host:,} bytes is too small for any plan: staging and captured graphs alone take {fixed:,}; "

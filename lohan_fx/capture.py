@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from lohan_fx import ops
 from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training, replan
@@ -45,6 +46,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         assert model is not None, "a model that is gone was called"
         found = shells_among(example_inputs)
         slots = range(0)
+        compiled: dict[str, dict[str, Run]] = {}
 
         def training(
             joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -66,6 +68,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             )
             again = functools.partial(replan, joint, num_fwd_outputs, parameters)
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
+            compiled.update(halves.compiled)
             assert halves.backward is not None
             return halves.forward, halves.backward
 
@@ -75,8 +78,10 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             return _linked(halves.forward, lambda: model.forward(training=False))
 
         return aot_autograd(
-            fw_compiler=lambda graph, _: _linked(graph, lambda: model.forward(training=True)),
-            bw_compiler=lambda graph, _: _linked(graph, model.backward),
+            fw_compiler=lambda graph, _: _linked(
+                replace_segments(graph, compiled.get("forward", {})), lambda: model.forward(training=True)
+            ),
+            bw_compiler=lambda graph, _: _linked(replace_segments(graph, compiled.get("backward", {})), model.backward),
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-from lohan_fx import cost, meta
+from lohan_fx import cost, inductor, meta
 from lohan_fx.cost import Work
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -49,7 +49,7 @@ class Request:
 
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
-    replace the plan.
+    replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``).
     """
 
     hw: HardwareProfile
@@ -63,6 +63,7 @@ class Request:
     homes: tuple[ParameterPlan, ...] = ()
     compute_scale: float = 1.0
     revise: bool = True
+    segments: str = inductor.BOXED
 
 
 def compile_training(
@@ -82,6 +83,9 @@ def compile_training(
     if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
         _predict(_rewrite(joint, plan, num_outputs, parameters, slots, checked=False), plan, request)
     halves = _rewrite(joint, plan, num_outputs, parameters, slots, checked=True)
+    if request.segments != inductor.BOXED:
+        inductor.compile_segments(halves, plan, request.segments, _node_seconds(request))
+        inductor.copy_seconds(halves, joint)
     plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
     halves.recompile()
     return halves, plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -27,7 +28,8 @@ class Halves:
     The forward returns its ``num_outputs`` outputs and after them the values that cross to the backward; the
     backward takes them, in the same order (symbolic sizes first), under the same placeholder names, and then the
     tangents. ``parameters``: placeholder name -> parameter. ``gradients``: position among the backward's outputs
-    -> parameter whose gradient that is. ``activation_slots``: slots that ``insert_swaps`` may give out.
+    -> parameter whose gradient that is. ``activation_slots``: slots that ``insert_swaps`` may give out. ``compiled``: per
+    half, the segments that are to run compiled, by their names (``cut_segments``).
     """
 
     forward: GraphModule
@@ -36,6 +38,7 @@ class Halves:
     parameters: dict[str, ParameterInput]
     gradients: dict[int, ParameterInput]
     activation_slots: range
+    compiled: dict[str, dict[str, Callable[[list[Any]], Any]]] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
         """("forward", gm) and, where there is one, ("backward", gm)."""

@@ -12,7 +12,7 @@ outputs, inputs that the caller holds and parameters at home on the device do no
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -53,21 +53,43 @@ def peak_bytes(
     ``resident``: parameters whose fetch allocates nothing; ``shells``: empty placeholders; ``held``: placeholders that
     the caller holds to the end.
     """
+    peak, peak_node, end_bytes = -1, "inputs", 0
+    for node, during, after in _walk(gm, resident, shells, held):
+        if during > peak:
+            peak, peak_node = during, node.name if node is not None else "inputs"
+        end_bytes = after
+    return Peak(peak, peak_node, end_bytes)
+
+
+def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
+    """The bytes alive while each op runs, by half and by the op's name; counted as in ``peaks``."""
+    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
+    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    return {
+        name: {
+            node.name: during for node, during, _ in _walk(gm, resident, halves.parameters, held) if node is not None
+        }
+        for name, gm in halves.graphs()
+    }
+
+
+def _walk(
+    gm: GraphModule, resident: Collection[str], shells: Collection[str], held: Collection[str]
+) -> Iterator[tuple[Node | None, int, int]]:
+    """Each op with the bytes alive while it runs and after it; first None, with those of the inputs."""
     nodes = list(gm.graph.nodes)
     dying = _dying(nodes)
     kept = {_storage(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
     live = {n: meta.cost(n).bytes for n in nodes if n.op == "placeholder" and n.name not in shells}
     total = sum(live.values())
-    peak, peak_node = total, "inputs"
+    yield None, total, total
     for place, node in enumerate(nodes):
         if node.op == "call_function":
             made = {} if node.target is ops.FETCH and meta.origin(node) in resident else _made(node)
             live.update(made)
-            total += sum(made.values())
-            if total > peak:
-                peak, peak_node = total, node.name
+            during = total = total + sum(made.values())
             total -= sum(live.pop(storage, 0) for storage in dying.get(place, ()) if storage not in kept)
-    return Peak(peak, peak_node, total)
+            yield node, during, total
 
 
 def _made(node: Node) -> dict[Node, int]:
