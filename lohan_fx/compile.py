@@ -73,7 +73,7 @@ def compile(
             where the profile was measured on this machine. No number changes by it.
         segments: whether runs of pointwise ops are compiled into kernels, for training: "boxed": no; "auto": where it saves
             enough, as measured; "inductor": all that can be. No number changes by it; what cannot be compiled exactly, or
-            at all, runs op by op. On the processors measured it gains 1 to 2% and takes 15 s once (docs/0015).
+            at all, runs op by op. On the processor measured it gains 1% at most and takes 15 s once (docs/0015).
         checkpoints: how many checkpoints ``lohan_fx.checkpoint`` is to keep in ``nvme``, each for the disk space of the
             states once more, taken now. 0: it is taken by the first checkpoint, if there ever is one.
         max_bytes_written: the most that the training may ever write to the drives (bytes, or text such as "500TB"), which

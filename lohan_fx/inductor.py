@@ -30,7 +30,9 @@ from lohan_fx.segment_trial import Trial
 
 _LOG = logging.getLogger(__name__)
 
-AUTO, BOXED, INDUCTOR = "auto", "boxed", "inductor"
+AUTO: str = "auto"
+BOXED: str = "boxed"
+INDUCTOR: str = "inductor"
 MODES = (AUTO, BOXED, INDUCTOR)
 """What ``compile(segments=...)`` takes: the faster by measurement, all op by op, or all compiled that can be."""
 WORTH_S = 0.008
