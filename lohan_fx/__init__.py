@@ -7,6 +7,7 @@ live on NVMe.
 
 import logging
 
+from lohan_fx.build_on_disk import build_on_disk
 from lohan_fx.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.compile import compile, prepare, release, releasing
 from lohan_fx.dump import dump
@@ -49,6 +50,7 @@ __all__ = [
     "StoreError",
     "VerifyError",
     "WearBudgetExceeded",
+    "build_on_disk",
     "checkpoint",
     "compile",
     "dump",

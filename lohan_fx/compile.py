@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from lohan_fx import inductor, ops, process_memory
 from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
-from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, Original, slots_of
-from lohan_fx.errors import InfeasiblePlan, LohanError
+from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, slots_of
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta_init import Initialize
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan, Windows
 from lohan_fx.policies import runnable
@@ -28,9 +30,9 @@ from lohan_fx.resuming import chunk_elements_of, manifests_to_resume, take_up
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.runtime.store_arguments import check_directory
 from lohan_fx.shell import Shell
+from lohan_fx.weight_files import Weights, open_weights
 
 Bytes = int | float | str
 Directories = str | Path | Sequence[str | Path]
@@ -54,11 +56,16 @@ def compile(
     checkpoints: int = 0,
     max_bytes_written: Bytes | None = None,
     resume_from_checkpoint: bool | Directories = False,
+    initialize: Initialize | None = None,
+    weights: Weights | None = None,
 ) -> nn.Module:
     """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
 
     Parameters become shells; their fp32 masters, moments and ``compute_dtype`` copies go to the store. The graphs are
     captured and planned at the first call (or by ``prepare``), per input shape. Buffers stay.
+
+    A model built under ``torch.device("meta")`` never is in memory as a whole: its parameters are made module by module
+    on their way to the store, or read from files piece by piece (``meta_init`` says which numbers they get).
 
     Args:
         hw: the machine; its rates decide the plan, its directories are the default for ``nvme``.
@@ -81,9 +88,15 @@ def compile(
             directories) and raises ``WearBudgetExceeded``. The count goes on after a resume. None: no limit.
         resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
             (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
+        initialize: sets the parameters and buffers of a module on ``meta``, which are in CPU memory by then; called for
+            each module that has any, and to leave its children alone. None: the model's own ``reset_parameters`` and
+            ``_init_weights``.
+        weights: take parameters and the buffers of ``state_dict`` from safetensors instead: a file, several, or a folder
+            with one file or with shards and their index. Names and shapes must be those of ``model.state_dict()``.
 
     Raises:
-        ValueError, TypeError: a bad argument, a model on ``meta``, compiled already, or with unsupported dtypes.
+        ValueError, TypeError: a bad argument; a model compiled already, with unsupported dtypes, or on ``meta`` without
+            a way to get its values; weights that are not this model's.
         InfeasiblePlan: the memory cannot hold any plan (also at the first call, when the graphs are known).
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
@@ -103,6 +116,11 @@ def compile(
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
+    if initialize is not None and not callable(initialize):
+        raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
+    files = None if weights is None else open_weights(weights)
+    if files is not None:
+        check_files(model, found, files)
     nvme, manifests = _to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
     windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
     if manifests:
@@ -133,9 +151,11 @@ def compile(
         engine.states.chunk_elements = windows.chunk_elements
         engine.wear.max_bytes = max_written
         if manifests:
+            undo.callback(install(buffers_to_resume(model, initialize)))
             take_up(model, engine, manifests[-1])
         else:
-            _fill(engine, found, checkpoints)
+            allocate(engine, found, checkpoints)
+            undo.callback(install(fill(engine, model, found, initialize, files)))
         originals = {slot: original for slot, (_, original) in found.items()}
         CompiledModel(model, engine, request, originals, cleanup, rss_before_bytes=rss_before_bytes).attach()
         undo.pop_all()
@@ -219,11 +239,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if is_lazy(parameter):
         raise ValueError(f"parameter {name} is of a lazy module and has no shape yet: call the model once before")
-    if parameter.is_meta:
-        raise ValueError(
-            f"parameter {name} is on the meta device and has no values: build the model on the CPU, or load its "
-            "weights (model.to_empty and load_state_dict) before lohan_fx.compile"
-        )
     if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
         raise ValueError(
             f"parameter {name} is {parameter.dtype}, {parameter.layout}: make it a dense one of float32, bfloat16 or "
@@ -333,27 +348,3 @@ def _weights(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | 
     rates = {Path(d.directory).resolve(): d.mixed_bytes_per_s for d in hw.nvme if d.directory}
     found = [rates.get(directory.resolve()) for directory in directories]
     return [rate for rate in found if rate is not None] if None not in found else None
-
-
-def _fill(engine: Engine, found: Mapping[int, tuple[ParameterSlot, Original]], checkpoints: int) -> None:
-    """Put all parameters into the store; moments are zeros, which is what unwritten extents read as."""
-    extents: dict[str, int] = {}
-    chunk_bytes: dict[str, int] = {}
-    for slot, _ in found.values():
-        extents.update(slot.extents(engine.states.chunk_elements))
-        chunk_bytes.update(slot.chunk_bytes(engine.states.chunk_elements))
-    engine.wear.refuse_to_store(sum(_stored_bytes(slot) for slot, _ in found.values()))
-    if checkpoints:
-        engine.store.keep_generations(checkpoints)
-    engine.store.allocate(extents, chunk_bytes=chunk_bytes)
-    for number, (_, original) in found.items():
-        module, name = original.places[0]
-        value = module._parameters[name]
-        if value is None:
-            raise LohanError(f"parameter {name} vanished while it was being stored")
-        with torch.no_grad():
-            engine.states.write_parameter(number, value.detach())
-
-
-def _stored_bytes(slot: ParameterSlot) -> int:
-    return slot.numel * slot.master_dtype.itemsize + (0 if slot.is_master else slot.compute_bytes)

@@ -17,6 +17,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lohan_fx.build_on_disk import in_file
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.passes.halves import Halves
@@ -42,10 +43,11 @@ class Prepared(Exception):
 
 @dataclasses.dataclass
 class Original:
-    """A parameter as it was: where the model holds it, and in what dtype."""
+    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``)."""
 
     places: list[tuple[nn.Module, str]]
     dtype: torch.dtype
+    bytes: int
 
 
 class CompiledModel:
@@ -79,7 +81,7 @@ class CompiledModel:
     @property
     def original_bytes(self) -> int:
         """What the parameters took before ``compile``."""
-        return sum(self.engine.slots[slot].numel * found.dtype.itemsize for slot, found in self._originals.items())
+        return sum(original.bytes for original in self._originals.values())
 
     # --- taking over the model --------------------------------------------------------------------------------
 
@@ -320,7 +322,8 @@ def slots_of(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{prefix}.{name}" if prefix else name
-                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype)))
+                nbytes = 0 if parameter.is_meta or in_file(parameter) else parameter.nbytes
+                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype, nbytes)))
                 entry[2].places.append((module, name))
     slots: dict[int, tuple[ParameterSlot, Original]] = {}
     for slot, (parameter, name, original) in zip(first(len(found)) if found else (), found.values(), strict=True):

@@ -57,9 +57,18 @@ class States:
             resident.master.copy_(flat)
         if resident.compute is not None:
             resident.compute.copy_(flat)
-        self._write(parameter.master_extent, flat, parameter.master_dtype)
+        self.write_piece(slot, 0, flat)
+
+    def write_piece(self, slot: int, start: int, flat: torch.Tensor) -> None:
+        """Write ``flat`` to the store as the elements of ``slot`` from ``start`` on, which is a whole number of pages."""
+        parameter = self._slots[slot]
+        offset = start * parameter.master_dtype.itemsize
+        self._write(parameter.master_extent, flat, parameter.master_dtype, offset=offset)
         if not parameter.is_master:
-            self._write(parameter.streamed_extent, flat, parameter.compute_dtype, through=parameter.master_dtype)
+            offset = start * parameter.compute_dtype.itemsize
+            self._write(
+                parameter.streamed_extent, flat, parameter.compute_dtype, offset=offset, through=parameter.master_dtype
+            )
 
     def read_moments(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second moment of ``slot``, fp32, as new tensors of the parameter's shape."""

@@ -389,13 +389,16 @@ def test_inputs_of_a_wrong_shape(nvme: Path) -> None:
 
 
 def meta_model() -> nn.Module:
+    """Nothing in it says how its parameter is set."""
     with torch.device("meta"):
-        return Tiny()
+        model = Tiny()
+        model.scale = nn.Parameter(torch.ones(3))
+    return model
 
 
 def partly_on_meta() -> nn.Module:
     model = Tiny()
-    model.layers[2] = nn.Linear(WIDTH, WIDTH, device="meta")
+    model.layers[2].bias = nn.Parameter(torch.empty(WIDTH, device="meta"))
     return model
 
 
@@ -432,8 +435,8 @@ def compiled_by_torch() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (meta_model, ("layers.0.weight", "meta", "load its weights")),
-        (partly_on_meta, ("layers.2.weight", "meta")),
+        (meta_model, ("the model (a Tiny)", "meta", "build_on_disk", "initialize=", "weights=")),
+        (partly_on_meta, ("a Linear is on the meta device in part", "build_on_disk")),
         (lambda: Tiny().double(), ("layers.0.weight", "torch.float64", "make it", "float32")),
         (lambda: Tiny().to(torch.complex64), ("layers.0.weight", "torch.complex64")),
         (nn.ReLU, ("ReLU", "no parameters")),

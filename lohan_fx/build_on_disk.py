@@ -1,0 +1,127 @@
+"""build_on_disk: build a model exactly as on the CPU, in memory that is a file.
+
+A model's constructor draws random numbers in its own order, looks into tensors and overwrites them; only executing it
+gives its numbers. So within ``with build_on_disk(folder):`` it is executed, and every tensor of a megabyte or more lies
+in an unlinked file there: the numbers are the same bit for bit, and pages that were written leave RAM by and by.
+``lohan_fx.compile`` takes the model over as any other. Costs the model's size on disk once, until it is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+LEAST_BYTES = 1 << 20
+MOST_RESIDENT_BYTES = 256 << 20
+"""When so much was made since pages were given up last, they are given up."""
+
+_maps: dict[int, tuple[StorageWeakRef, mmap.mmap]] = {}
+"""Storages in files, by address, which no other storage gets while the weak reference is kept."""
+
+
+class _OnDisk(TorchDispatchMode):
+    def __init__(self, folder: Path, least_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._folder = folder
+        self._least_bytes = least_bytes
+        self._made_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default) and _on_cpu(kwargs):
+            # Memory is not needed to know the geometry.
+            found = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
+            if found.untyped_storage().nbytes() >= self._least_bytes:
+                return self._moved(found)
+        known = {_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+
+        def moved(out: Any) -> Any:
+            large = isinstance(out, torch.Tensor) and out.device.type == "cpu" and out.layout == torch.strided
+            if not large or _address(out) in known or out.untyped_storage().nbytes() < self._least_bytes:
+                return out
+            return self._moved(out)
+
+        return tree_map(moved, func(*args, **kwargs))
+
+    def _moved(self, t: torch.Tensor) -> torch.Tensor:
+        """``t`` in a file; of one on ``meta`` only the geometry."""
+        nbytes = t.untyped_storage().nbytes()
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.truncate(nbytes)
+            region = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED)
+        storage = torch.frombuffer(region, dtype=torch.uint8).untyped_storage()
+        value = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+        if t.device.type == "cpu":
+            value.copy_(t)
+        _forget_dead()
+        _maps[storage._cdata] = StorageWeakRef(storage), region
+        self._made_bytes += nbytes
+        if self._made_bytes > MOST_RESIDENT_BYTES:
+            self._made_bytes = 0
+            _forget_all_pages()
+        return value
+
+
+@contextlib.contextmanager
+def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Build a model in here, and its large tensors lie in files in ``folder`` instead of in RAM.
+
+        torch.manual_seed(0)
+        with lohan_fx.build_on_disk("/mnt/nvme0"):
+            model = GPT2LMHeadModel(config)
+        lohan_fx.compile(model, hw)
+
+    The numbers, and the generator afterwards, are those of building it without this. ``folder`` must have room for the
+    model's parameters as built; the files have no names, and their space is free again when the tensors are gone.
+
+    Raises ``ValueError`` if ``folder`` is not a directory, ``OSError`` if its disk is full.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"build_on_disk: {folder} is not a directory: make it, on a drive with room for the model")
+    with _OnDisk(folder, least_bytes):
+        yield
+    _forget_all_pages()
+
+
+def in_file(t: torch.Tensor) -> bool:
+    """Whether ``t`` lies in a file."""
+    return (found := _maps.get(_address(t))) is not None and not found[0].expired()
+
+
+def forget_pages(t: torch.Tensor) -> None:
+    """Give up the RAM of ``t`` if it is in a file; its values stay."""
+    if in_file(t):
+        _maps[_address(t)][1].madvise(mmap.MADV_DONTNEED)
+
+
+def _forget_all_pages() -> None:
+    _forget_dead()
+    for _, region in _maps.values():
+        # The file keeps what a shared mapping wrote.
+        region.madvise(mmap.MADV_DONTNEED)
+
+
+def _forget_dead() -> None:
+    for address in [address for address, (alive, _) in _maps.items() if alive.expired()]:
+        del _maps[address]
+
+
+def _address(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata if t.layout == torch.strided else 0
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") in (None, torch.device("cpu")) and kwargs.get("layout") in (None, torch.strided)

@@ -1,0 +1,244 @@
+"""meta_init: the values of a model that was built under ``torch.device("meta")``, one module after the other.
+
+Each module's parameters and buffers on ``meta`` are made on the CPU, set as the model itself would, handed over and
+dropped before the next one's. The numbers come from torch's generator in the order of plain construction, as far as a
+finished model tells: a module's children, then its own ``reset_parameters()``, then, around it, ``_init_weights(module)``
+of a model of Hugging Face's kind for all that is in it. These are the very numbers of plain construction where
+constructors draw by ``reset_parameters`` alone and in the order of registration, as in Llama; a class that draws in its
+own ``__init__`` (GPT-2's Conv1D) shifts what follows, and the model is another sample of the same distribution. A tied
+parameter is set where it comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Initialize = Callable[[nn.Module], None]
+Store = Callable[[nn.Parameter, torch.Tensor], None]
+"""``store(parameter on meta, its value)``."""
+Buffers = dict[tuple[nn.Module, str], torch.Tensor]
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+_REMEDY = (
+    "build the model in lohan_fx.build_on_disk(folder), which needs no more memory and gives the numbers of the CPU, or "
+    "pass initialize=function of a module, or weights=file"
+)
+
+
+@dataclass(eq=False)
+class _Draw:
+    """One call on ``module`` that sets numbers of ``reach``; ``state``: of the generator before it."""
+
+    module: nn.Module
+    way: Callable[..., object]
+    reach: list[nn.Module] = field(default_factory=list)
+    is_reset: bool = False
+    state: torch.Tensor | None = None
+
+    def execute(self) -> None:
+        if self.is_reset:
+            self.way()
+        else:
+            self.way(self.module)
+
+    def execute_again(self) -> None:
+        """As the first time, and the generator stays as it is."""
+        assert self.state is not None
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            self.execute()
+        finally:
+            torch.set_rng_state(now)
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of ``model`` is on ``meta``."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def initialized(
+    model: nn.Module,
+    initialize: Initialize | None,
+    store: Store,
+    *,
+    parameters: bool = True,
+    skip: frozenset[str] = frozenset(),
+) -> Buffers:
+    """Set all parameters on ``meta`` by handing their values to ``store``; the values of the buffers on ``meta``.
+
+    ``initialize(module)`` sets the parameters and buffers of that module alone; None: the model's own ways.
+    ``parameters`` False: only what has buffers, which is all that is kept. ``skip``: buffers that come from elsewhere.
+    The model is unchanged: what is returned is for the caller to put in place.
+
+    Raises ``ValueError`` where a module does not say how, or leaves a number unset.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    wanted = {m for m in model.modules() if _own(m, parameters=parameters, skip=skip, prefix=names[m])}
+    if initialize is not None:
+        draws = [_Draw(module, initialize, [module]) for module in model.modules() if module in wanted]
+    else:
+        draws = [draw for draw in _construction(model) if _find_reach(draw, wanted)]
+    _check_all_set(model, wanted - {module for draw in draws for module in draw.reach}, names)
+    touching: dict[nn.Module, list[_Draw]] = {}
+    for draw in draws:
+        for module in draw.reach:
+            touching.setdefault(module, []).append(draw)
+    buffers: Buffers = {}
+    done: set[int] = set()
+    for draw in draws:
+        draw.state = torch.get_rng_state()
+        finished = [module for module in draw.reach if touching[module][-1] is draw]
+        # What is drawn before a module's last draw only moves the generator: it is drawn again then.
+        again = [d for d in draws if d.state is not None and d is not draw and any(d in touching[m] for m in finished)]
+        reach = list(dict.fromkeys(module for d in (*again, draw) for module in d.reach))
+        with _made(reach) as made, torch.no_grad():
+            for earlier in again:
+                earlier.execute_again()
+            draw.execute()
+            for (module, kind, name), (meta, value) in made.items():
+                if module not in finished:
+                    continue
+                _check_set(value, f"{names[module]}.{name}".strip("."))
+                if kind == "buffer":
+                    buffers[module, name] = value
+                elif parameters and id(meta) not in done:
+                    done.add(id(meta))
+                    assert isinstance(meta, nn.Parameter)
+                    store(meta, value)
+    return buffers
+
+
+def _find_reach(draw: _Draw, wanted: Collection[nn.Module]) -> bool:
+    """Find which of ``wanted`` the draw sets, in it or below it (GPT-2's blocks set weights of their parts), by executing
+    it on ``meta``, where nothing is drawn; whether it sets any."""
+    own = [draw.module] if draw.module in wanted else []
+    if own and not all(t.is_meta for t in _tensors(draw.module)):
+        raise ValueError(
+            f"a {type(draw.module).__name__} is on the meta device in part, and setting it would overwrite the rest: {_REMEDY}"
+        )
+    if not all(t.is_meta for t in (*draw.module.parameters(), *draw.module.buffers())):
+        draw.reach = own
+        return bool(own)
+    below = {m: [t for t in _tensors(m) if t.is_meta] for m in draw.module.modules() if m in wanted and m not in own}
+    before = {m: [t._version for t in tensors] for m, tensors in below.items()}
+    # What looks into numbers cannot be executed on ``meta``; it is taken to set its own.
+    with torch.no_grad(), contextlib.suppress(NotImplementedError, RuntimeError):
+        draw.execute()
+    draw.reach = own + [m for m, tensors in below.items() if [t._version for t in tensors] != before[m]]
+    return bool(draw.reach)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _own(module: nn.Module, *, parameters: bool, skip: frozenset[str], prefix: str) -> bool:
+    """Whether ``module`` itself holds something on ``meta`` that is to be set."""
+    found = [p for p in module._parameters.values() if parameters and p is not None and p.is_meta]
+    for name, buffer in module._buffers.items():
+        full = f"{prefix}.{name}" if prefix else name
+        if buffer is not None and buffer.is_meta and full not in skip:
+            found.append(buffer)  # type: ignore[arg-type]
+    return bool(found)
+
+
+def _construction(model: nn.Module) -> Iterator[_Draw]:
+    """What sets the numbers of each module, in the order in which its constructors do."""
+    owners: dict[nn.Module, Initialize | None] = {}
+    constructed: set[nn.Module] = set()
+    finished: set[nn.Module] = set()
+
+    def own(module: nn.Module, owner: Initialize | None) -> None:
+        owners.setdefault(module, getattr(module, "_init_weights", None) or owner)
+        for child in module.children():
+            own(child, owners[module])
+
+    def construct(module: nn.Module) -> Iterator[_Draw]:
+        if module in constructed:
+            return
+        constructed.add(module)
+        for child in module.children():
+            yield from construct(child)
+        resets = [getattr(module, name) for name in _RESETS if callable(getattr(module, name, None))]
+        yield from (_Draw(module, reset, is_reset=True) for reset in resets[:1])
+        if callable(getattr(module, "_init_weights", None)):
+            yield from finish(module)
+
+    def finish(module: nn.Module) -> Iterator[_Draw]:
+        if module in finished:
+            return
+        finished.add(module)
+        for child in module.children():
+            yield from finish(child)
+        owner = owners[module]
+        if owner is not None:
+            yield _Draw(module, owner)
+
+    own(model, None)
+    yield from construct(model)
+
+
+def _check_all_set(model: nn.Module, lost: Collection[nn.Module], names: Mapping[nn.Module, str]) -> None:
+    if lost:
+        name = min(names[module] for module in lost)
+        raise ValueError(
+            f"{name or 'the model'} (a {type(model.get_submodule(name)).__name__}) is on the meta device and has neither "
+            f"reset_parameters() nor a model around it with _init_weights(module): {_REMEDY}"
+        )
+
+
+@contextlib.contextmanager
+def _made(
+    modules: Collection[nn.Module],
+) -> Iterator[dict[tuple[nn.Module, str, str], tuple[torch.Tensor, torch.Tensor]]]:
+    """Within: what ``modules`` themselves have on ``meta`` is on the CPU, unset. (module, kind, name) -> (meta, CPU)."""
+    made: dict[tuple[nn.Module, str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def held(module: nn.Module, kind: str) -> dict[str, Any]:
+        return module._parameters if kind == "parameter" else module._buffers
+
+    try:
+        for module, kind in itertools.product(modules, ("parameter", "buffer")):
+            for name, meta in list(held(module, kind).items()):
+                if meta is not None and meta.is_meta:
+                    value = _unset(meta)
+                    if kind == "parameter":
+                        value = nn.Parameter(value, requires_grad=meta.requires_grad)
+                    made[module, kind, name] = meta, value
+                    held(module, kind)[name] = value
+        yield made
+    finally:
+        for (module, kind, name), (meta, _) in made.items():
+            held(module, kind)[name] = meta
+
+
+def _unset(meta: torch.Tensor) -> torch.Tensor:
+    """Memory for ``meta`` on the CPU, of numbers that no initialisation sets."""
+    value = torch.empty(meta.shape, dtype=meta.dtype)
+    return value.fill_(_nothing(meta.dtype)) if meta.dtype is not torch.bool else value.zero_()
+
+
+def _nothing(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _check_set(value: torch.Tensor, name: str) -> None:
+    if value.dtype in (torch.bool, torch.uint8) or not value.numel():
+        return
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        unset = int(value.isnan().sum())
+    else:
+        unset = value.numel() if bool((value == _nothing(value.dtype)).all()) else 0
+    if unset:
+        raise ValueError(
+            f"{name} is on the meta device, and its module's initialisation leaves {unset:,} of its {value.numel():,} "
+            f"numbers unset: {_REMEDY}"
+        )
