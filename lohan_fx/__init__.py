@@ -9,6 +9,7 @@ import logging
 
 from lohan_fx.build_on_disk import build_on_disk
 from lohan_fx.checkpoint import Resumed, checkpoint, resume
+from lohan_fx.clipping import clip_grad_norm_, grad
 from lohan_fx.compile import compile, prepare, release, releasing
 from lohan_fx.dump import dump
 from lohan_fx.errors import (
@@ -22,6 +23,7 @@ from lohan_fx.errors import (
     VerifyError,
     WearBudgetExceeded,
 )
+from lohan_fx.grad_scaler import GradScaler
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
@@ -37,6 +39,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "CaptureError",
+    "GradScaler",
     "HardwareProfile",
     "InfeasiblePlan",
     "LaneTimeout",
@@ -52,8 +55,10 @@ __all__ = [
     "WearBudgetExceeded",
     "build_on_disk",
     "checkpoint",
+    "clip_grad_norm_",
     "compile",
     "dump",
+    "grad",
     "policies",
     "prepare",
     "release",

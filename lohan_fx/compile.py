@@ -56,6 +56,7 @@ def compile(
     checkpoints: int = 0,
     max_bytes_written: Bytes | None = None,
     resume_from_checkpoint: bool | Directories = False,
+    hold_gradients: bool | None = None,
     initialize: Initialize | None = None,
     weights: Weights | None = None,
 ) -> nn.Module:
@@ -88,6 +89,9 @@ def compile(
             directories) and raises ``WearBudgetExceeded``. The count goes on after a resume. None: no limit.
         resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
             (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
+        hold_gradients: keep all gradients until ``optimizer.step()``, which clipping, loss scaling and ``lohan_fx.grad`` need,
+            and update beside the next forward. They wait in what the plan leaves of ``host_memory``, else on NVMe. None: in
+            fp16, and else from the first use on, if that step's gradients are still there then.
         initialize: sets the parameters and buffers of a module on ``meta``, which are in CPU memory by then; called for
             each module that has any, and to leave its children alone. None: the model's own ``reset_parameters`` and
             ``_init_weights``.
@@ -150,6 +154,7 @@ def compile(
         undo.callback(engine.close)
         engine.states.chunk_elements = windows.chunk_elements
         engine.wear.max_bytes = max_written
+        engine.holds = compute_dtype is torch.float16 if hold_gradients is None else hold_gradients
         if manifests:
             undo.callback(install(buffers_to_resume(model, initialize)))
             take_up(model, engine, manifests[-1])

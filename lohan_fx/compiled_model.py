@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx.build_on_disk import in_file
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
+from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request
@@ -248,8 +249,10 @@ class CompiledModel:
     def has_states(self, slot: int) -> bool:
         return self.engine.slots[slot].trainable
 
-    def holds_gradients(self) -> bool:
-        return self.engine.holds_gradients()
+    def gradient(self, shell: Shell) -> HeldGradient | None:
+        if not self.engine.gradient_waits(shell.slot):
+            return None
+        return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.settled_gradients)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture, plan and link for these inputs without running anything; the plan."""

@@ -26,7 +26,7 @@ class ShellOwner(Protocol):
     def read_parameter(self, slot: int) -> torch.Tensor: ...
     def write_parameter(self, slot: int, value: torch.Tensor) -> None: ...
     def has_states(self, slot: int) -> bool: ...
-    def holds_gradients(self) -> bool: ...
+    def gradient(self, shell: Shell) -> torch.Tensor | None: ...
 
 
 # Inside `state_dict()` and `load_state_dict()` of a compiled model `detach` reads and `copy_` writes the store.
@@ -84,16 +84,10 @@ class Shell(torch.nn.Parameter):
         return _outside(func, args, kwargs)
 
     @property
-    def grad(self) -> None:
-        """None, as long as no gradient is under way; reading one raises, because it is not in memory."""
+    def grad(self) -> torch.Tensor | None:
+        """None, as long as no gradient is held for it; else what stands for it (``held_gradient``)."""
         owner = getattr(self, "owner", None)
-        if owner is not None and owner.holds_gradients() and not _tracing():
-            raise OffloadedParameterError(
-                f"the gradient of {self.parameter_name} is not in memory: it went to the optimizer by itself. Gradient "
-                "clipping (torch.nn.utils.clip_grad_norm_) is not supported yet, and an optimizer of torch.optim cannot "
-                "update offloaded parameters: use lohan_fx.AdamW(model.parameters(), ...)"
-            )
-        return None
+        return None if owner is None or _tracing() else owner.gradient(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

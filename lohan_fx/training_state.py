@@ -52,6 +52,7 @@ def commit_training(
         "optimizer": groups_of(optimizer),
         "step": optimizer.steps_done,
         "backwards": engine.micro_batches.expected,
+        "holds": engine.holds,
         "scheduler": None if parts.scheduler is None else encoded(parts.scheduler.state_dict(), "scheduler"),
         "loader": None if parts.loader is None else encoded(parts.loader.state_dict(), "loader"),
         "extra": encoded(parts.extra, "extra"),

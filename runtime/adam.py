@@ -1,16 +1,21 @@
 """adam: one Adam or AdamW update of a piece of a parameter, with torch's own arithmetic.
 
-The numbers are torch's because the code is: ``torch.optim.adam.adam`` on views of the piece. An update is
+The numbers are torch's because the code is: ``torch.optim.adam``'s on views of the piece. An update is
 elementwise, so a piece gives the same bits as the whole, as long as pieces end where torch's vector loops do (a
 multiple of 64 elements; only the last piece of a parameter may end elsewhere, and so does the whole).
+
+Guarantees: the numbers do not depend on what other threads do. Torch rounds an update otherwise while ``torch.compile`` is
+at work anywhere in the process (its flag for that is one for all threads), and updates run beside it.
 """
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.optim.adam import adam
+from torch.optim import adam as torch_adam
 
 LOOP_ELEMENTS = 1 << 18
 """The unfused update makes several passes; over pieces of this size they stay in cache (measured: 1.6x at 1 << 20)."""
@@ -40,23 +45,38 @@ def update(
 ) -> None:
     """Update flat fp32 ``master``, ``exp_avg`` and ``exp_avg_sq`` in place; ``gradient`` is fp32, of the same size."""
     piece = master.numel() if options.fused else LOOP_ELEMENTS
+    function = torch_adam._fused_adam if options.fused else _unfused
     for start in range(0, master.numel(), max(piece, 1)):
         end = start + piece
-        adam(
+        function(
             [master[start:end]],
             [gradient[start:end]],
             [exp_avg[start:end]],
             [exp_avg_sq[start:end]],
             [],
             [torch.tensor(float(steps_done), dtype=torch.float32, device=master.device if options.fused else "cpu")],
-            foreach=False,
-            fused=options.fused,
+            grad_scale=None,
+            found_inf=None,
             amsgrad=False,
+            has_complex=False,
             beta1=options.beta1,
             beta2=options.beta2,
             lr=options.lr,
             weight_decay=options.weight_decay,
             eps=options.eps,
             maximize=options.maximize,
+            capturable=False,
+            differentiable=False,
             decoupled_weight_decay=options.decoupled,
         )
+
+
+def _never_compiling(function: Any) -> Any:
+    """``function`` of ``torch.optim.adam``, with the number of steps always a Python number and not, at times, a tensor."""
+    own = {**function.__globals__, "_get_value": torch.Tensor.item}
+    found = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+_unfused = _never_compiling(torch_adam._single_tensor_adam)

@@ -18,10 +18,11 @@ from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, wait_hearing
 
 
 class Arrival:
-    """``parts`` transfers under one ``label``."""
+    """``parts`` transfers under one ``label``. ``timeout_s``: how long ``wait`` is patient where its caller does not say."""
 
-    def __init__(self, label: str, parts: int) -> None:
+    def __init__(self, label: str, parts: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.label = label
+        self._timeout_s = timeout_s
         self.moment: Moment = None
         self._parts = parts
         self._error: BaseException | None = None
@@ -60,9 +61,14 @@ class Arrival:
     def error(self) -> BaseException | None:
         return self._error
 
-    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Return once everything is there; raises the first failure, or ``LaneTimeout``."""
-        if not wait_hearing(self._done.wait, timeout_s):
-            raise LaneTimeout(f"waited {timeout_s:g} s for {self.label}: {self._parts} transfers are still under way")
+        self.settle(timeout_s)
         if self._error is not None:
             raise self._error
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Return once everything is there or has failed; raises ``LaneTimeout``."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if not wait_hearing(self._done.wait, timeout_s):
+            raise LaneTimeout(f"waited {timeout_s:g} s for {self.label}: {self._parts} transfers are still under way")

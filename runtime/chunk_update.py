@@ -16,10 +16,12 @@ import torch
 
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.arrival import Arrival
+from lohan_fx.runtime.gradient_norm import norm_of
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import Machine
-from lohan_fx.runtime.slots import Chunk
+from lohan_fx.runtime.slots import Chunk, Held
 from lohan_fx.runtime.state_buffer import StateBuffer
 
 
@@ -34,16 +36,21 @@ class Purpose(enum.Enum):
 
 @dataclass
 class ChunkUpdate:
-    """One chunk's way. ``adds`` and ``steps_done`` are of the moment the gradient was offered.
+    """One chunk's way. ``held``, ``adds`` and ``steps_done`` are of the moment the gradient was offered.
 
+    ``factors``: what the gradient is multiplied by before the update. ``update``: the update of the whole parameter, for
+    those who wait for it.
     ``gradient``: where the gradient was copied to; ``in_place``: the gradient itself, where host and device share memory.
     """
 
     chunk: Chunk
     purpose: Purpose
     options: AdamOptions | None
+    held: Held | None
     adds: bool
     steps_done: int
+    factors: tuple[float, ...] = ()
+    update: Arrival | None = None
     gradient: Buffer | None = None
     in_place: torch.Tensor | None = None
     left: Countdown | None = None
@@ -54,6 +61,11 @@ class ChunkUpdate:
     @property
     def updates(self) -> bool:
         return self.purpose is Purpose.APPLY
+
+    @property
+    def measures(self) -> bool:
+        """Whether this is the time to take the norm of what is held: it is a sum, and will not be in memory."""
+        return not self.updates and self.adds and self.held is not None and self.held.memory is None
 
     def arrived(self) -> torch.Tensor | None:
         """The gradient, or None where only what is held is applied."""
@@ -75,7 +87,9 @@ class ChunkUpdate:
         states = self.states
         assert states is not None
         with machine.timeline.span("cpu", f"update of {self.chunk.parameter.name}", self.chunk.elements * 4):
-            gradient = states.sum_gradient(arrived)
+            gradient = states.sum_gradient(arrived, self.factors)
+            if self.held is not None and self.measures:
+                self.held.norms[self.chunk.start] = norm_of(gradient)
             if self.updates:
                 assert self.options is not None
                 adam.update(self.options, self.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)

@@ -1,13 +1,16 @@
 """engine: the runtime of one compiled model: executes the ops, keeps the states, and guards the order of steps.
 
-Guarantees: between ``step`` and the next forward everything is in place. An error on any lane surfaces at the node
-that waits for it, or at ``step``. ``close`` ends all threads, and removes the files unless told otherwise.
+Guarantees: between ``step`` and the next forward everything is in place, or, where gradients are held (``holds``), is
+before anybody looks: a fetch waits for its parameter's update, and whoever else reads or writes states waits for all of
+them. An error on any lane surfaces at the node that waits for it, or at ``step``. ``close`` ends all threads, and removes
+the files unless told otherwise.
 
 Assumes: forwards, backwards and ``step`` are called one after the other (by one thread, as in any training loop).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -24,6 +27,7 @@ from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.device_link import link_to
+from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
@@ -54,6 +58,7 @@ class Engine:
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
     ``on_stage`` is told when a training forward, a backward and the optimizer's barrier begin, and when a step ends.
+    ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014).
     ``resumed`` is what a checkpoint holds of the training until ``lohan_fx.resume`` has taken it over.
     """
 
@@ -66,12 +71,15 @@ class Engine:
         trained = [slot.master_extent for slot in slots if slot.trainable]
         self.micro_batches = MicroBatches([*trained, OPTIMIZER_STATES] if trained else [])
         self.states = States(store, self.slots, self.residency)
+        self.gradients = HeldGradients(self.states, self.slots, self.residency)
         self.options: Options | None = None
         self.applied_with: dict[int, AdamOptions] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
+        self.holds = False
         self.resumed: Mapping[str, Any] | None = None
         self.wear = Wear(lambda: store.bytes_written)
         self._activation_slots: list[int] = []
+        self._fetched: dict[int, None] = {}
         self._applying = self._holding = False
         self._machine: Machine | None = None
         self._closed = False
@@ -89,9 +97,10 @@ class Engine:
         ops.bind(activation_slots, self)
         self._activation_slots.extend(activation_slots)
         self._swap.prepare(sorted(swap_sizes_bytes))
+        self._finish_updates()
         self.states.apply_homes(plan, self.device)
+        self.gradients.apply_plan(plan, self.device)
         if plan.prediction is not None:
-            self.states.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
             self.wear.expect(plan.prediction.nvme_write_bytes)
 
     def _set_up(self, plan: Plan) -> None:
@@ -125,7 +134,6 @@ class Engine:
         )
         # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
         torch.set_num_threads(compute_threads)
-        self._stream = ParameterStream(self._machine, self.slots, self.residency)
         self._swap = ActivationSwap(self._machine, HostArena(pool.acquire("activations") if arena_bytes else None))
         self._optimizer = OutOfCoreOptimizer(
             self._machine,
@@ -134,6 +142,7 @@ class Engine:
             chunk_elements=windows.chunk_elements,
             window_bytes=windows.gradient_bytes,
         )
+        self._stream = ParameterStream(self._machine, self.slots, self.residency, self._optimizer.pending)
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """End the threads, free the memory, close the store and remove its files. Idempotent.
@@ -154,6 +163,7 @@ class Engine:
 
     def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
         del shell
+        self._fetched.setdefault(slot)
         return self._stream.fetch(slot)
 
     def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
@@ -169,13 +179,17 @@ class Engine:
         options = self.options(slot)
         if options is None:
             return
-        if self._applying and not self.states.applied_late(slot):
+        if self._applying and not self.holds and not self.gradients.applied_late(slot):
             self.micro_batches.gradient_applied()
             self.applied_with[slot] = options
             self._optimizer.offer(slot, g, Purpose.APPLY, options)
-        else:
-            self.states.make_room_to_hold(slot)
-            self._holding = True
+            return
+        self._holding = True
+        expected = self.micro_batches.expected
+        measures = (self.holds or expected is None) and expected in (None, 1)
+        in_place = self._machine is not None and self._machine.link.shares_memory
+        alone = self.holds and expected == 1
+        if not self.gradients.take_in(slot, g, alone=alone, measures=measures, in_place=in_place):
             self._optimizer.offer(slot, g, Purpose.HOLD, None)
 
     # --- the order of a step ----------------------------------------------------------------------------------
@@ -187,8 +201,14 @@ class Engine:
         if training:
             self.wear.step_begins()
             self.on_stage("forward")
-        with ops.expecting(), self._on_the_clock("forward"):
-            yield
+        if training:
+            self._fetched.clear()
+        try:
+            with ops.expecting(), self._on_the_clock("forward"):
+                yield
+        except BaseException as error:
+            self._failed(error)
+            raise
         if training:
             self.micro_batches.forward_opens()
 
@@ -199,6 +219,11 @@ class Engine:
             raise StepError(
                 "backward was called before there is an optimizer for the offloaded parameters: create "
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
+            )
+        if self.gradients.scaled():
+            raise StepError(
+                "backward was called after the gradients of this step were clipped or unscaled: clip after the last backward, "
+                "and call optimizer.step(), or zero_grad() where a step is skipped, before the next one"
             )
         self._applying = self.micro_batches.backward_begins()
         self.on_stage("backward")
@@ -212,6 +237,7 @@ class Engine:
                 yield
         except BaseException as error:
             self.micro_batches.backward_failed(error)
+            self._failed(error)
             raise
         finally:
             self._applying = False
@@ -235,7 +261,8 @@ class Engine:
     def step(self) -> Collection[int]:
         """Finish the step: apply what is held, and wait until all is in place; the slots that were updated.
 
-        May be called again if it was interrupted.
+        Where gradients are held anyway, the updates are only begun, in the order in which the next forward will want the
+        parameters; what they are made of is fixed here. May be called again if it was interrupted.
         """
         if self._closed:
             raise StepError("step() was called after the model was released: it has ordinary parameters again now")
@@ -247,15 +274,17 @@ class Engine:
         try:
             self._optimizer.barrier()
             # Also after an update in the backward: that of another micro-batch may have reached more parameters.
-            for slot, resident in self.residency.items():
-                options = self.options(slot) if resident.contributions else None
+            for slot in self._to_apply():
+                options = self.options(slot)
                 if options is not None:
                     self.micro_batches.gradient_applied()
                     self.applied_with[slot] = options
                     self._optimizer.apply_held(slot, options)
-            self._optimizer.barrier()
+            if not self.holds:
+                self._optimizer.barrier()
         except Exception as error:
             self.micro_batches.backward_failed(error)
+            self._failed(error)
             raise
         updated = list(self.applied_with)
         self._forget_gradients()
@@ -264,10 +293,50 @@ class Engine:
         self.on_stage("end")
         return updated
 
+    def _to_apply(self) -> list[int]:
+        """The slots whose gradients are held: first those that are updated at once, then as the forward fetched them."""
+        held = [slot for slot in self.residency if self.gradients.holds(slot)]
+        order = {slot: place for place, slot in enumerate(self._fetched)}
+        return sorted(held, key=lambda slot: (not self._optimizer.updated_here(slot), order.get(slot, len(order))))
+
+    def _finish_updates(self) -> None:
+        """Wait for the updates that ``step`` began."""
+        if self._machine is None:
+            return
+        try:
+            self._optimizer.finish_updates()
+        except Exception as error:
+            self._failed(error)
+            raise
+
+    def _failed(self, error: BaseException) -> None:
+        """Where an update of the step before is among what failed, parameters of two steps are mixed."""
+        if self._machine is not None and self._optimizer.update_failed():
+            self.micro_batches.update_failed(error)
+
+    def gradient_waits(self, slot: int) -> bool:
+        """Whether there is a gradient of ``slot`` that waits for ``step``. Raises ``StepError`` where there was one, and it
+        has been applied already."""
+        if self.micro_batches.torn:
+            return False
+        if self.micro_batches.applied and not self.gradients.holds(slot):
+            raise StepError(
+                f"the gradient of {self.slots[slot].name} was asked for, but it went to the optimizer inside the backward: to "
+                "clip, unscale or read gradients, compile with lohan_fx.compile(..., hold_gradients=True)"
+            )
+        return self.gradients.holds(slot)
+
+    def settled_gradients(self, *, hold_from_now_on: bool = True) -> HeldGradients:
+        """What is held, once all of it is in place; from now on all steps hold their gradients."""
+        self.holds = self.holds or hold_from_now_on
+        self._optimizer.barrier()
+        return self.gradients
+
     def zero_grad(self) -> None:
         """Forget the gradients that are held."""
         self.micro_batches.gradients_dropped()
         if self._machine is not None and self._holding:
+            self._finish_updates()
             # A failure to hold them is forgotten with them: no parameter has changed.
             self._optimizer.settle()
         if not self.micro_batches.torn:
@@ -294,17 +363,20 @@ class Engine:
             self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        self.states.forget_held()
+        self.gradients.forget()
         self.applied_with.clear()
         self._holding = False
 
     def let_go(self) -> None:
         """Before the end: wait until nothing is under way, whatever has become of it."""
+        with contextlib.suppress(Exception):  # then the step is torn, which the caller asks for
+            self._finish_updates()
         if self._machine is not None:
             self._optimizer.settle()
 
     def _drain(self) -> None:
         if self._machine is not None:
+            self._finish_updates()
             self._machine.drain()
 
     def swapped_out(self) -> int:

@@ -87,8 +87,12 @@ class MicroBatches:
     def backward_failed(self, why: BaseException) -> None:
         """The backward raised. If updates had begun, parameters of two steps are mixed, and nothing may go on."""
         if self._applied:
-            self._torn = f"{type(why).__name__}: {why}"
-            self._stale = set(self._states)
+            self.update_failed(why)
+
+    def update_failed(self, why: BaseException) -> None:
+        """An update failed, or one of the step before that ran beside this forward."""
+        self._torn = f"{type(why).__name__}: {why}"
+        self._stale = set(self._states)
 
     def step_ends(self) -> None:
         """``optimizer.step()`` is done: learn how many backwards a step has."""

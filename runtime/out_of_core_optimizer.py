@@ -8,10 +8,11 @@ neighbouring chunks overlap each other and the backward.
 Guarantees: memory is the pool's "optimizer" and "gradients" reservations, whatever the size of a parameter. A
 gradient on the device lives only until its chunks are copied (where host and device share memory: updated);
 ``offer`` blocks while more than ``window_bytes`` of them wait. ``barrier`` returns once everything offered is in
-place, or raises the first failure, after which the optimizer refuses more work.
+place, or raises the first failure, after which the optimizer refuses more work. ``pending`` is settled once the update
+of that parameter is in place, or has failed; what fails is raised there and at ``barrier``.
 
 Assumes: one gradient per parameter and backward (``verify``); chunks of one parameter come in order; the update of a
-parameter is not offered again before ``barrier``.
+parameter is not offered again before the one before it is in place.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from lohan_fx.errors import LaneTimeout, StepError
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Purpose, wait_for_all
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
@@ -60,6 +62,7 @@ class OutOfCoreOptimizer:
         self._unfinished = 0
         self._arrived: deque[ChunkUpdate] = deque()
         self._reading: deque[ChunkUpdate] = deque()
+        self._pending: dict[int, Arrival] = {}
         self._error: BaseException | None = None
         self._error_raised = False
 
@@ -70,8 +73,9 @@ class OutOfCoreOptimizer:
         parameter = self._slots[slot]
         flat = gradient.detach().reshape(-1)
         nbytes = flat.numel() * flat.element_size()
+        here = self._in_memory(slot, purpose)
         jobs = self._jobs(parameter, purpose, options)
-        if self._in_memory(parameter, purpose, jobs):
+        if here and jobs:
             self._update_here(jobs, flat)
             return
         with self._changed:
@@ -94,16 +98,19 @@ class OutOfCoreOptimizer:
             with self._no_job_lost():
                 self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
 
-    def _in_memory(self, parameter: ParameterSlot, purpose: Purpose, jobs: list[ChunkUpdate]) -> bool:
+    def updated_here(self, slot: int) -> bool:
+        """Whether ``apply_held`` would be done when it returns."""
+        return self._in_memory(slot, Purpose.APPLY)
+
+    def _in_memory(self, slot: int, purpose: Purpose) -> bool:
         """Whether nothing has to move: the parameter, its states and its sum are in the device's memory."""
-        resident, device = self._residency[parameter.slot], self._machine.device
-        if not jobs:
-            return False
-        held = resident.held is not None and resident.held.device.type == device.type
+        resident, device = self._residency[slot], self._machine.device
+        memory = None if resident.held is None else resident.held.memory
+        held = memory is not None and memory.device.type == device.type
         if purpose is Purpose.HOLD:
             return held
         at_home = all(t is not None and t.device.type == device.type for t in (resident.compute, resident.master))
-        return at_home and (held or not jobs[0].adds)
+        return at_home and (held or not resident.contributions)
 
     def _update_here(self, jobs: list[ChunkUpdate], flat: torch.Tensor | None) -> None:
         """Update on the compute thread, with all its cores: beside it, Adam would only take them away from it."""
@@ -112,32 +119,64 @@ class OutOfCoreOptimizer:
         for job in jobs:
             with self._machine.pool.acquire("optimizer") as buffer:
                 resident = self._residency[job.chunk.parameter.slot]
-                job.states = StateBuffer(buffer, job.chunk, resident, updates=job.updates, adds=job.adds)
+                job.states = StateBuffer(buffer, job.chunk, resident, job.held, updates=job.updates, adds=job.adds)
                 arrived = None if flat is None else flat[job.chunk.start : job.chunk.start + job.chunk.elements]
                 job.compute(self._machine, arrived)
 
     def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[ChunkUpdate]:
         resident = self._residency[parameter.slot]
-        adds, steps_done = resident.contributions > 0, resident.updates
+        held, adds, steps_done = resident.held, resident.contributions > 0, resident.updates
+        factors: tuple[float, ...] = ()
         if purpose is Purpose.APPLY:
-            resident.contributions, resident.updates = 0, resident.updates + 1
+            # From here on only the jobs know what is held: the next backward may hold anew before they are done.
+            resident.held, resident.contributions, resident.updates = None, 0, resident.updates + 1
+            factors = tuple(float(factor) for factor in held.factors) if held is not None else ()
         else:
             resident.contributions += 1
-        return [ChunkUpdate(c, purpose, options, adds, steps_done) for c in parameter.chunks(self._chunk_elements)]
+        return [
+            ChunkUpdate(c, purpose, options, held, adds, steps_done, tuple(f for f in factors if f != 1.0))
+            for c in parameter.chunks(self._chunk_elements)
+        ]
 
     def apply_held(self, slot: int, options: AdamOptions) -> None:
-        """Update ``slot`` with what is held of its gradient."""
+        """Update ``slot`` with what is held of its gradient; ``pending`` tells when that is done."""
         parameter = self._slots[slot]
+        here = self._in_memory(slot, Purpose.APPLY)
         jobs = self._jobs(parameter, Purpose.APPLY, options)
-        if self._in_memory(parameter, Purpose.APPLY, jobs):
+        if here:
             self._update_here(jobs, None)
             return
         with self._changed:
             self._raise_error()
             self._unfinished += len(jobs)
+        update = Arrival(f"update of {parameter.name}", len(jobs), BARRIER_TIMEOUT_S)
+        self._pending[slot] = update
+        update.then(functools.partial(self._settled, slot, update))
         for job in jobs:
+            job.update = update
             with self._finished_if_failing(job):
                 self._arrive(job)
+
+    def pending(self, slot: int) -> Arrival | None:
+        """The update of ``slot`` that ``apply_held`` began and that is not in place; one that failed stays."""
+        return self._pending.get(slot)
+
+    def update_failed(self) -> bool:
+        """Whether an update that ``apply_held`` began has failed."""
+        return any(update.error is not None for update in list(self._pending.values()))
+
+    def finish_updates(self) -> None:
+        """Wait for every update that ``apply_held`` began; raises the first failure."""
+        for update in list(self._pending.values()):
+            if not update.done():
+                with self._machine.timeline.stall(update.label):
+                    update.settle()
+            if update.error is not None:
+                raise copy.copy(update.error)
+
+    def _settled(self, slot: int, update: Arrival) -> None:
+        if update.error is None and self._pending.get(slot) is update:
+            del self._pending[slot]
 
     def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """Wait until everything offered so far is in place; raises the first failure."""
@@ -229,7 +268,7 @@ class OutOfCoreOptimizer:
     def _read_into(self, job: ChunkUpdate, buffer: Buffer) -> None:
         machine, chunk = self._machine, job.chunk
         resident = self._residency[chunk.parameter.slot]
-        job.states = StateBuffer(buffer, chunk, resident, updates=job.updates, adds=job.adds)
+        job.states = StateBuffer(buffer, chunk, resident, job.held, updates=job.updates, adds=job.adds)
         try:
             for extent, offset, memory, nbytes in job.states.to_read():
                 read = functools.partial(machine.read, extent, offset, memory, nbytes)
@@ -246,21 +285,26 @@ class OutOfCoreOptimizer:
         job.compute(self._machine, job.arrived())
         job.let_gradient_go()
         writes = states.to_write()
-        done = Countdown(len(writes), functools.partial(self._finished, job, None))
+        done = Countdown(len(writes), functools.partial(self._written, job))
         for extent, offset, memory, nbytes in writes:
-            write = functools.partial(self._write, done, extent, offset, memory, nbytes)
+            write = functools.partial(self._write, job, done, extent, offset, memory, nbytes)
             machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {extent}")
         if not writes:
             self._finished(job, None)
 
-    def _write(self, done: Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int) -> None:
+    def _write(
+        self, job: ChunkUpdate, done: Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int
+    ) -> None:
         try:
             self._machine.write(extent, offset, memory, nbytes)
         except BaseException as error:
-            self._fail(error)
+            job.failure = error
             raise
         finally:
             done.one_less()
+
+    def _written(self, job: ChunkUpdate) -> None:
+        self._finished(job, job.failure)
 
     def _finished(self, job: ChunkUpdate, error: BaseException | None) -> None:
         """The job is over, well or not: give back its buffers and count it."""
@@ -273,6 +317,8 @@ class OutOfCoreOptimizer:
             self._error = self._error or error
             self._unfinished -= 1
             self._changed.notify_all()
+        if job.update is not None:
+            job.update.part_done(error)
 
     @contextmanager
     def _finished_if_failing(self, job: ChunkUpdate) -> Iterator[None]:
@@ -311,5 +357,6 @@ class OutOfCoreOptimizer:
                     job.states.buffer.release()
             self._arrived.clear()
             self._reading.clear()
+            self._pending.clear()
             self._error, self._error_raised = None, False
             self._unfinished = self._window_used = 0

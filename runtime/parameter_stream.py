@@ -1,17 +1,18 @@
-"""parameter_stream: ``fetch``, and whole parameters read and written for ``state_dict`` and its kin.
+"""parameter_stream: ``fetch``: parameters on their way to the device.
 
 Guarantees: ``fetch`` returns at once; the tensor it returns holds the parameter once its arrival is done. Host
 memory used is the "fetch" reservation of the pool, whatever the size of the parameter; where host and device share
-memory there is no copy, and none of it.
+memory there is no copy, and none of it. Where an update of the parameter is under way, its transfers start when the
+update has ended, and no thread of a lane waits for that; if the update fails, so does the arrival.
 
-Assumes: nobody writes a parameter while it is being fetched (``verify`` proves it of the graphs; the optimizer's
-barrier in ``step`` separates the steps).
+Assumes: apart from that nobody writes a parameter while it is being fetched (``verify`` proves it of the graphs).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,55 +20,88 @@ from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import PAGE_BYTES, page_padded_bytes
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 
+PATIENCE_S = 3600.0
+"""How long to wait for a parameter whose update stands at the end of a whole step's queue."""
+
+Pieces = Sequence[tuple[int, int]]
+"""(offset, bytes) of the transfers of one parameter."""
+Parts = Sequence[Callable[[], object]]
+"""What starts them."""
+
 
 class ParameterStream:
-    """Brings parameters to the device."""
+    """Brings parameters to the device. ``pending``: the update of a slot that is under way, or None."""
 
     def __init__(
-        self, machine: Machine, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]
+        self,
+        machine: Machine,
+        slots: Mapping[int, ParameterSlot],
+        residency: Mapping[int, Residency],
+        pending: Callable[[int], Arrival | None],
     ) -> None:
         self._machine = machine
         self._slots = slots
         self._residency = residency
+        self._pending = pending
 
     def fetch(self, slot: int) -> torch.Tensor:
         """Start bringing ``slot`` to the device; ``ops.wait`` on the result waits for it."""
         parameter, resident = self._slots[slot], self._residency[slot]
+        machine, update = self._machine, self._pending(slot)
         if resident.compute is not None and resident.on_device:
-            return resident.compute.view(parameter.shape)
-        machine = self._machine
+            value = resident.compute.view(parameter.shape)
+            if update is not None:
+                arrival = Arrival(f"fetch of {parameter.name}", 1, PATIENCE_S)
+                update.then(functools.partial(_start_after, update, arrival, [arrival.part_done]))
+                ops.expect(value, functools.partial(wait_for, machine, arrival, value))
+            return value
+        pieces = machine.pieces(parameter.compute_bytes) if resident.compute is None else [(0, parameter.compute_bytes)]
+        arrival = Arrival(f"fetch of {parameter.name}", len(pieces), PATIENCE_S if update else DEFAULT_TIMEOUT_S)
         if resident.compute is None and machine.link.shares_memory:
-            return self._fetch_in_place(parameter)
+            value, parts = self._in_place(parameter, arrival, pieces)
+        else:
+            value, parts = self._by_way_of_host(parameter, resident, arrival, pieces)
+        if update is None:
+            for part in parts:
+                part()
+        else:
+            update.then(functools.partial(_start_after, update, arrival, parts))
+        ops.expect(value, functools.partial(wait_for, machine, arrival, value))
+        return value
+
+    def _in_place(self, parameter: ParameterSlot, arrival: Arrival, pieces: Pieces) -> tuple[torch.Tensor, Parts]:
+        """The value, which lies on pages of its own, and what starts the reads straight into it."""
+        machine = self._machine
+        value, memory = on_pages(parameter.shape, parameter.compute_dtype)
+        extent = parameter.streamed_extent
+        reads = [
+            functools.partial(read_in_place, machine, arrival, extent, offset, memory, nbytes)
+            for offset, nbytes in pieces
+        ]
+        return value, [self._on_ssd(arrival, read) for read in reads]
+
+    def _by_way_of_host(
+        self, parameter: ParameterSlot, resident: Residency, arrival: Arrival, pieces: Pieces
+    ) -> tuple[torch.Tensor, Parts]:
+        """The value on the device, and what starts the copies to it, from host memory or by way of it."""
+        machine = self._machine
         value = torch.empty(parameter.shape, dtype=parameter.compute_dtype, device=machine.device)
         flat = value.view(-1).view(torch.uint8) if parameter.numel else value
         after = machine.link.mark()
         if resident.compute is not None:
-            arrival = Arrival(f"fetch of {parameter.name}", 1)
-            source = resident.compute.view(torch.uint8)
-            machine.h2d.submit(functools.partial(self._copy, arrival, flat, source, after), label=arrival.label)
-        else:
-            pieces = machine.pieces(parameter.compute_bytes)
-            arrival = Arrival(f"fetch of {parameter.name}", len(pieces))
-            for offset, nbytes in pieces:
-                read = functools.partial(self._read, arrival, parameter, flat, offset, nbytes, after)
-                machine.ssd.submit(read, priority=FETCH_PRIORITY, label=arrival.label)
-        ops.expect(value, functools.partial(wait_for, machine, arrival, value))
-        return value
+            copy = functools.partial(self._copy, arrival, flat, resident.compute.view(torch.uint8), after)
+            return value, [functools.partial(machine.h2d.submit, copy, label=arrival.label)]
+        reads = [
+            functools.partial(self._read, arrival, parameter, flat, offset, nbytes, after) for offset, nbytes in pieces
+        ]
+        return value, [self._on_ssd(arrival, read) for read in reads]
 
-    def _fetch_in_place(self, parameter: ParameterSlot) -> torch.Tensor:
-        """Read straight into the value, which lies on pages of its own."""
-        machine = self._machine
-        value, memory = on_pages(parameter.shape, parameter.compute_dtype)
-        pieces = machine.pieces(parameter.compute_bytes)
-        arrival = Arrival(f"fetch of {parameter.name}", len(pieces))
-        for offset, nbytes in pieces:
-            read = functools.partial(read_in_place, machine, arrival, parameter.streamed_extent, offset, memory, nbytes)
-            machine.ssd.submit(read, priority=FETCH_PRIORITY, label=arrival.label)
-        ops.expect(value, functools.partial(wait_for, machine, arrival, value))
-        return value
+    def _on_ssd(self, arrival: Arrival, read: Callable[[], None]) -> Callable[[], object]:
+        return functools.partial(self._machine.ssd.submit, read, priority=FETCH_PRIORITY, label=arrival.label)
 
     def _read(
         self, arrival: Arrival, parameter: ParameterSlot, flat: torch.Tensor, offset: int, nbytes: int, after: Moment
@@ -104,6 +138,18 @@ class ParameterStream:
             arrival.part_done(error)
             raise
         arrival.part_done(moment=moment)
+
+
+def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:
+    """Called when ``update`` has ended, on the thread that ended it."""
+    for part in parts:
+        try:
+            if update.error is not None:
+                # A copy: the optimizer keeps the original, and a traceback would keep the tensors of the whole forward.
+                raise copy.copy(update.error)
+            part()
+        except BaseException as error:
+            arrival.part_done(error)
 
 
 def on_pages(

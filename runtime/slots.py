@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -107,9 +107,24 @@ class Chunk:
     def streamed_offset(self) -> int:
         return self.start * self.parameter.compute_dtype.itemsize
 
-    @property
-    def gradient_offset(self) -> int:
-        return self.start * STATE_DTYPE.itemsize
+    def gradient_offset(self, dtype: torch.dtype) -> int:
+        """Where the chunk of a gradient that is held as ``dtype`` begins in its extent."""
+        return self.start * dtype.itemsize
+
+
+@dataclass(eq=False)
+class Held:
+    """A gradient that waits for the end of its step: a fp32 sum or, where it is the step's only one, as it arrived.
+
+    ``memory`` is flat and of ``dtype``; None: the slot's gradient extent. ``norms``: 2-norms of the pieces of what is held
+    now, by the piece's first element; empty where nobody has measured. ``factors``: what the gradient is multiplied by
+    before it is applied, in this order; ``memory`` itself is never changed by them.
+    """
+
+    dtype: torch.dtype
+    memory: torch.Tensor | None = None
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    factors: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -117,8 +132,8 @@ class Residency:
     """What of a parameter lives in memory at the moment; None means NVMe.
 
     Flat tensors. ``compute`` is the compute-dtype copy, on the device or (``on_device`` False) in host RAM; ``master``,
-    ``exp_avg`` and ``exp_avg_sq`` are the states, in host RAM or on the device. ``contributions`` gradients are held for
-    the step that is under way; their fp32 sum is ``held`` where memory has room, else the slot's gradient extent.
+    ``exp_avg`` and ``exp_avg_sq`` are the states, in host RAM or on the device. ``contributions`` gradients are ``held`` for
+    the step that is under way.
     ``updates`` counts the optimizer's steps on this parameter.
     """
 
@@ -127,6 +142,6 @@ class Residency:
     master: torch.Tensor | None = None
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
-    held: torch.Tensor | None = None
+    held: Held | None = None
     contributions: int = 0
     updates: int = 0

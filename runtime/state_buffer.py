@@ -6,11 +6,13 @@ copy. Arrays that live in memory are used in place, and neither read nor written
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lohan_fx.runtime.device_link import DeviceLink
 from lohan_fx.runtime.host_pool import Buffer, page_padded_bytes
-from lohan_fx.runtime.slots import STATE_DTYPE, Chunk, Residency
+from lohan_fx.runtime.slots import STATE_DTYPE, Chunk, Held, Residency
 
 Movement = tuple[str, int, torch.Tensor, int]
 """(extent, offset, memory, bytes) of one read or write."""
@@ -26,14 +28,17 @@ def buffer_bytes(chunk_elements: int) -> int:
 class StateBuffer:
     """The arrays of ``chunk``, in ``buffer`` or resident.
 
-    ``updates``: an update follows the sum; otherwise the sum is held. ``adds``: gradients of this step are held
-    already, and what arrives is added to them.
+    ``held``: where gradients of this step are held, if anywhere. ``updates``: an update follows the sum; otherwise the sum
+    is held. ``adds``: something is held already, and what arrives is added to it.
     """
 
-    def __init__(self, buffer: Buffer, chunk: Chunk, resident: Residency, *, updates: bool, adds: bool) -> None:
+    def __init__(
+        self, buffer: Buffer, chunk: Chunk, resident: Residency, held: Held | None, *, updates: bool, adds: bool
+    ) -> None:
         self.buffer = buffer
         self._chunk = chunk
         self._resident = resident
+        self._held = held
         self._updates = updates
         self._adds = adds
         self.master = self._place(0, resident.master)
@@ -59,24 +64,52 @@ class StateBuffer:
             nbytes = chunk.elements * STATE_DTYPE.itemsize
             found.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))
             found.append((parameter.moments_extent, chunk.moments_offset, self._moments(), 2 * chunk.padded_bytes))
-        if self._adds and self._resident.held is None:
-            nbytes = chunk.elements * STATE_DTYPE.itemsize
-            found.append((parameter.gradient_extent, chunk.gradient_offset, self._bytes(3), nbytes))
+        if self._adds:
+            found += self._held_away()
         return found
+
+    def _held_away(self) -> list[Movement]:
+        """The held gradient's read or write, where it is not in memory."""
+        held, chunk = self._held, self._chunk
+        assert held is not None, "gradients were held, and nobody knows where"
+        if held.memory is not None:
+            return []
+        nbytes = chunk.elements * held.dtype.itemsize
+        offset = chunk.gradient_offset(held.dtype)
+        return [(chunk.parameter.gradient_extent, offset, self._bytes(self._sum_index(held)), nbytes)]
+
+    @staticmethod
+    def _sum_index(held: Held | None) -> int:
+        """Which array of the buffer a sum is in that is not in memory: one that is no fp32 sum lies where the compute copy
+        will, because the fp32 gradient is made from it."""
+        return 3 if held is None or held.dtype == STATE_DTYPE else 4
 
     def _moments(self) -> torch.Tensor:
         padded = self._chunk.padded_bytes
         return self.buffer.tensor[padded : 3 * padded]
 
-    def sum_gradient(self, arrived: torch.Tensor | None) -> torch.Tensor:
-        """The fp32 gradient: what is held plus what ``arrived``, summed where it is held, in order of arrival."""
-        start, elements = self._chunk.start, self._chunk.elements
-        held = self._resident.held
-        total = self._gradient if held is None else held[start : start + elements]
+    def sum_gradient(self, arrived: torch.Tensor | None, factors: Sequence[float] = ()) -> torch.Tensor:
+        """What is held plus what ``arrived``, summed where it is held, in order of arrival. Before an update: in fp32, times
+        ``factors`` one after the other, and what is held stays as it was."""
+        total = self._sum()
         if arrived is not None:
-            return total.add_(arrived) if self._adds else total.copy_(arrived)
-        assert self._adds, "nothing is held and nothing arrived"
-        return total
+            total = total.add_(arrived) if self._adds else total.copy_(arrived)
+        else:
+            assert self._adds, "nothing is held and nothing arrived"
+        if not self._updates or (total.dtype == STATE_DTYPE and not factors):
+            return total
+        near = total.device == self._gradient.device
+        gradient = self._gradient.copy_(total) if near else total.to(STATE_DTYPE, copy=True)
+        for factor in factors:
+            gradient.mul_(factor)
+        return gradient
+
+    def _sum(self) -> torch.Tensor:
+        start, elements, held = self._chunk.start, self._chunk.elements, self._held
+        if held is not None and held.memory is not None:
+            return held.memory[start : start + elements]
+        dtype = STATE_DTYPE if held is None else held.dtype
+        return self._bytes(self._sum_index(held))[: elements * dtype.itemsize].view(dtype)
 
     def make_compute_copy(self, link: DeviceLink) -> None:
         """Cast the updated master to the compute dtype, into the resident copy or into the buffer."""
@@ -103,8 +136,7 @@ class StateBuffer:
         chunk, parameter, resident = self._chunk, self._chunk.parameter, self._resident
         nbytes = chunk.elements * STATE_DTYPE.itemsize
         if not self._updates:
-            held = (parameter.gradient_extent, chunk.gradient_offset, self._bytes(3), nbytes)
-            return [held] if resident.held is None else []
+            return self._held_away()
         found: list[Movement] = []
         if resident.master is None:
             found.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))

@@ -31,10 +31,7 @@ class States:
         self._slots = slots
         self._residency = residency
         self.chunk_elements = 1 << 20
-        self.hold_bytes = 0
-        self._held_bytes = 0
         self._gradient_extents: set[str] = set()
-        self._gradient_homes: dict[int, torch.device | None] = {}
 
     # --- whole parameters -------------------------------------------------------------------------------------
 
@@ -136,20 +133,17 @@ class States:
     # --- homes ------------------------------------------------------------------------------------------------
 
     def apply_homes(self, plan: Plan, device: torch.device) -> None:
-        """Move each parameter and its states to where ``plan`` wants them, and note where its gradient is to wait."""
+        """Move each parameter and its states to where ``plan`` wants them."""
         homes = {p.name: p for p in plan.parameters}
-        self._gradient_homes.clear()
         for slot, parameter in self._slots.items():
             home = homes.get(parameter.name)
             if home is not None:
                 self._move(slot, home.home, home.states_home, device)
-            if home is not None and home.gradient_home is not None:
-                self._gradient_homes[slot] = _memory(home.gradient_home, device)
 
     def _move(self, slot: int, home: Tier, states_home: Tier | None, device: torch.device) -> None:
         parameter, resident = self._slots[slot], self._residency[slot]
         if parameter.trainable:
-            self._move_states(slot, _memory(states_home, device))
+            self._move_states(slot, memory_of(states_home, device))
         wanted = None if home is Tier.NVME else home is Tier.DEVICE
         found = None if resident.compute is None else resident.on_device
         if wanted == found:
@@ -186,35 +180,23 @@ class States:
         assert resident.compute is not None
         self._write(parameter.streamed_extent, resident.compute.to("cpu"), parameter.compute_dtype)
 
-    # --- gradients that are held ------------------------------------------------------------------------------
+    # --- gradients that are held in the store -----------------------------------------------------------------
 
-    def applied_late(self, slot: int) -> bool:
-        """Whether the plan says that ``slot`` is updated after the backward."""
-        return slot in self._gradient_homes
-
-    def make_room_to_hold(self, slot: int) -> None:
-        """See to it that the gradient of ``slot`` can be held: where the plan says, and where it says nothing in host
-        RAM while ``hold_bytes`` last, else in the store."""
-        parameter, resident = self._slots[slot], self._residency[slot]
-        if resident.contributions or not parameter.numel:
-            return
-        nbytes = parameter.numel * STATE_DTYPE.itemsize
-        memory = self._gradient_homes.get(slot)
-        if memory is not None:
-            resident.held = torch.empty(parameter.numel, dtype=STATE_DTYPE, device=memory)
-        elif not self.applied_late(slot) and self._held_bytes + nbytes <= self.hold_bytes:
-            resident.held = torch.empty(parameter.numel, dtype=STATE_DTYPE)
-            self._held_bytes += nbytes
-        elif parameter.gradient_extent not in self._gradient_extents:
-            self._store.allocate({parameter.gradient_extent: nbytes})
+    def allocate_gradient(self, slot: int) -> None:
+        """Take the disk space for the fp32 gradient of ``slot``, once for all steps."""
+        parameter = self._slots[slot]
+        if parameter.gradient_extent not in self._gradient_extents:
+            self._store.allocate({parameter.gradient_extent: parameter.numel * STATE_DTYPE.itemsize})
             self._gradient_extents.add(parameter.gradient_extent)
 
-    def forget_held(self) -> None:
-        """What was held is applied or dropped."""
-        for resident in self._residency.values():
-            resident.held = None
-            resident.contributions = 0
-        self._held_bytes = 0
+    def read_gradient(self, slot: int, start: int, flat: torch.Tensor) -> None:
+        """Fill ``flat`` with what is held of ``slot`` as that dtype, from element ``start`` on."""
+        self._read_into(self._slots[slot].gradient_extent, start * flat.dtype.itemsize, flat)
+
+    def write_gradient(self, slot: int, start: int, flat: torch.Tensor) -> None:
+        """Hold ``flat`` as fp32, from element ``start`` on."""
+        offset = start * STATE_DTYPE.itemsize
+        self._write(self._slots[slot].gradient_extent, flat, STATE_DTYPE, offset=offset)
 
     # --- staging ----------------------------------------------------------------------------------------------
 
@@ -252,7 +234,7 @@ class States:
                     self._store.write(extent, offset + start * dtype.itemsize, buffer.tensor, nbytes)
 
 
-def _memory(home: Tier | None, device: torch.device) -> torch.device | None:
+def memory_of(home: Tier | None, device: torch.device) -> torch.device | None:
     """The memory that ``home`` is; None is NVMe."""
     return {Tier.DEVICE: device, Tier.HOST: CPU}.get(home) if home is not None else None
 

@@ -16,6 +16,7 @@ from torch import nn
 from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.chunk_update import Purpose
+from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import Residency
@@ -46,6 +47,7 @@ class Rig:
         self.residency = {slot: Residency() for slot in self.slots}
         self.states = States(machine.store, self.slots, self.residency)
         self.states.chunk_elements = CHUNK_ELEMENTS
+        self.gradients = HeldGradients(self.states, self.slots, self.residency)
         self.optimizer = OutOfCoreOptimizer(
             machine, self.slots, self.residency, chunk_elements=CHUNK_ELEMENTS, window_bytes=window_bytes
         )
@@ -64,7 +66,7 @@ class Rig:
     def offer(self, seed: int, purpose: Purpose = Purpose.APPLY) -> None:
         for slot in self.slots:
             if purpose is Purpose.HOLD:
-                self.states.make_room_to_hold(slot)
+                self.gradients.make_room(slot)
             self.optimizer.offer(
                 slot, self.gradient(slot, seed), purpose, OPTIONS if purpose is Purpose.APPLY else None
             )
@@ -125,6 +127,17 @@ def test_updates_are_those_of_torch(any_rig: Rig) -> None:
         any_rig.same()
 
 
+def test_updates_are_the_same_while_another_thread_compiles(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's flag for that is the process's, and its optimizers round otherwise under it."""
+    for seed in range(3):
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        rig.offer(seed)
+        rig.optimizer.barrier(PATIENCE_S)
+        monkeypatch.undo()
+        rig.reference_step(seed)
+        rig.same()
+
+
 def test_what_is_held_is_summed_in_order(any_rig: Rig) -> None:
     for first in (0, 10):
         for seed in range(first, first + 3):
@@ -138,17 +151,60 @@ def test_what_is_held_is_summed_in_order(any_rig: Rig) -> None:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_is_held_can_be_applied_later(in_memory: bool, any_rig: Rig) -> None:
-    any_rig.states.hold_bytes = 1 << 20 if in_memory else 0
+    any_rig.gradients.hold_bytes = 1 << 20 if in_memory else 0
     for seed in range(2):
         any_rig.offer(seed, Purpose.HOLD)
         any_rig.optimizer.barrier(PATIENCE_S)
-    assert all((found.held is not None) is in_memory for found in any_rig.residency.values())
+    assert all((found.held.memory is not None) is in_memory for found in any_rig.residency.values())
     for slot in any_rig.slots:
         any_rig.optimizer.apply_held(slot, OPTIONS)
     any_rig.optimizer.barrier(PATIENCE_S)
-    any_rig.states.forget_held()
+    any_rig.gradients.forget()
     any_rig.reference_step(0, 1)
     any_rig.same()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_one_that_is_alone_is_held_as_it_is_and_scaled_when_it_is_applied(in_memory: bool, any_rig: Rig) -> None:
+    rig = any_rig
+    rig.gradients.hold_bytes = 1 << 20 if in_memory else 0
+    for seed in range(2):
+        for slot, found in rig.slots.items():
+            gradient, in_place = rig.gradient(slot, seed), rig.machine.link.shares_memory
+            if not rig.gradients.take_in(slot, gradient, alone=True, measures=True, in_place=in_place):
+                rig.optimizer.offer(slot, gradient, Purpose.HOLD, None)
+            held = rig.residency[slot].held
+            assert held is not None and held.dtype == found.compute_dtype and (held.memory is not None) is in_memory
+        rig.optimizer.barrier(PATIENCE_S)
+        for slot in rig.slots:
+            assert torch.equal(
+                rig.gradients.norm(slot, 2.0), torch.linalg.vector_norm(rig.gradient(slot, seed).float())
+            )
+            for factor in (0.5, 0.3):
+                rig.gradients.scale(slot, torch.tensor(factor))
+            rig.optimizer.apply_held(slot, OPTIONS)
+        rig.optimizer.finish_updates()
+        assert all(rig.optimizer.pending(slot) is None for slot in rig.slots)
+        for slot, found in rig.expected.items():
+            found.grad = rig.gradient(slot, seed).float().mul_(0.5).mul_(torch.tensor(0.3))
+        rig.reference.step()
+        rig.same()
+
+
+@pytest.mark.parametrize("what", ["preadv", "pwritev"])
+def test_an_update_that_fails_is_heard_of_by_those_who_wait_for_it(what: str, rig: Rig) -> None:
+    rig.offer(0, Purpose.HOLD)
+    rig.optimizer.barrier(PATIENCE_S)
+    rig.backend.faults[what] = [None, errno.EIO]
+    for slot in rig.slots:
+        rig.optimizer.apply_held(slot, OPTIONS)
+    with pytest.raises(StoreError):
+        rig.optimizer.finish_updates()
+    assert rig.optimizer.update_failed()
+    failed = [rig.optimizer.pending(slot) for slot in rig.slots]
+    assert any(update is not None and isinstance(update.error, StoreError) for update in failed)
+    rig.optimizer.settle()
+    assert not rig.optimizer.update_failed() and rig.optimizer.pending(0) is None
 
 
 @pytest.mark.parametrize("resident", [("master",), ("compute",), ("master", "compute")], ids=" and ".join)
@@ -264,7 +320,7 @@ def fails_once(rig: Rig, kind: type[BaseException], match: str) -> None:
             again()
     assert time.monotonic() - started_s < PATIENCE_S
     rig.optimizer.settle(PATIENCE_S)
-    rig.states.forget_held()
+    rig.gradients.forget()
     rig.optimizer.barrier(PATIENCE_S)
 
 

@@ -221,44 +221,6 @@ def test_values_of_other_dtypes_and_strides_are_converted(rig: Rig) -> None:
     assert torch.equal(rig.streamed(1), value.float().bfloat16())  # through the master's dtype, as an update does it
 
 
-# --- gradients that are held ----------------------------------------------------------------------------------
-
-
-def test_room_in_memory_as_far_as_it_goes(rig: Rig) -> None:
-    rig.states.hold_bytes = 4 * rig.slots[0].numel
-    rig.states.make_room_to_hold(0)
-    held = rig.residency[0].held
-    assert held is not None and held.numel() == rig.slots[0].numel
-    allocated = rig.store.nbytes_allocated
-    rig.states.make_room_to_hold(1)
-    assert rig.residency[1].held is None
-    assert rig.store.nbytes_allocated == allocated + 4096
-    rig.states.make_room_to_hold(5)  # nothing to hold
-    assert rig.residency[5].held is None
-
-
-def test_room_is_used_again_in_the_next_step(rig: Rig) -> None:
-    rig.states.hold_bytes = 4 * rig.slots[1].numel
-    for _ in range(3):
-        for slot in (1, 0):
-            rig.states.make_room_to_hold(slot)
-            rig.residency[slot].contributions = 1
-        assert rig.residency[1].held is not None and rig.residency[0].held is None
-        allocated = rig.store.nbytes_allocated
-        rig.states.forget_held()
-        assert rig.residency[1].held is None and rig.residency[1].contributions == 0
-    assert rig.store.nbytes_allocated == allocated
-
-
-def test_what_is_held_already_keeps_its_room(rig: Rig) -> None:
-    rig.states.hold_bytes = 1 << 20
-    rig.states.make_room_to_hold(1)
-    held = rig.residency[1].held
-    rig.residency[1].contributions = 1
-    rig.states.make_room_to_hold(1)
-    assert rig.residency[1].held is held
-
-
 def test_a_slot_needs_what_its_kind_needs() -> None:
     needed = {slot.name: slot.extents(CHUNK_ELEMENTS) for slot in SLOTS}
     assert needed["half"] == {"half:master": 1320, "half:compute": 660, "half:moments": 8192}

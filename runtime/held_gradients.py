@@ -1,0 +1,188 @@
+"""held_gradients: gradients that wait for the end of their step: where, what is known of them, and reading them.
+
+Gradients wait where updates run after the backward, where more of the same step may come, and where all of them must be
+known before the first is applied (clipping, loss scaling).
+
+Guarantees: what waits in memory stays within what the plan gave it and ``hold_bytes``; the rest waits in the store. Memory
+of a gradient is counted until its last user (an update may run long after the step) has let it go.
+
+Assumes: ``norm`` and ``read`` are called when everything offered is in place (the optimizer's barrier).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from lohan_fx.plan import OptimizerTiming, Plan, Tier
+from lohan_fx.runtime.gradient_norm import combined, norm_of
+from lohan_fx.runtime.slots import STATE_DTYPE, Held, ParameterSlot, Residency
+from lohan_fx.runtime.states import STAGING_BYTES, States, memory_of
+
+
+class HeldGradients:
+    """The gradients of the step under way, of all parameters of one model.
+
+    ``hold_bytes``: host RAM for those that the plan says nothing of.
+    """
+
+    def __init__(self, states: States, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]) -> None:
+        self._states = states
+        self._slots = slots
+        self._residency = residency
+        self.hold_bytes = 0
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+        self._late: set[int] = set()
+        self._planned: dict[int, tuple[torch.device | None, int]] = {}
+
+    # --- where ------------------------------------------------------------------------------------------------
+
+    def apply_plan(self, plan: Plan, device: torch.device) -> None:
+        """Note where ``plan`` wants each gradient to wait, and what it leaves for those that it does not speak of."""
+        homes = {p.name: p for p in plan.parameters}
+        self._late.clear()
+        self._planned.clear()
+        for slot, parameter in self._slots.items():
+            home = homes.get(parameter.name)
+            if home is None or home.gradient_home is None:
+                continue
+            late = home.optimizer_runs is OptimizerTiming.AFTER_BACKWARD
+            nbytes = parameter.numel * STATE_DTYPE.itemsize if late else parameter.compute_bytes
+            in_memory = home.gradient_home is not Tier.NVME
+            self._planned[slot] = memory_of(home.gradient_home, device), nbytes if in_memory else 0
+            if late:
+                self._late.add(slot)
+        if plan.prediction is not None:
+            self.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
+
+    def applied_late(self, slot: int) -> bool:
+        """Whether the plan says that ``slot`` is updated in a stage after the backward."""
+        return slot in self._late
+
+    def make_room(self, slot: int, *, alone: bool = False) -> Held:
+        """See to it that a gradient of ``slot`` can be held. ``alone``: it is the only one of its step, and kept as it is."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        if resident.contributions:
+            assert resident.held is not None
+            if resident.held.dtype != STATE_DTYPE:
+                resident.held = self._widened(slot, resident.held)
+            resident.held.norms.clear()
+        else:
+            dtype = parameter.compute_dtype if alone and not self.applied_late(slot) else STATE_DTYPE
+            resident.held = self._new(slot, dtype)
+        assert resident.held is not None
+        return resident.held
+
+    def take_in(self, slot: int, gradient: torch.Tensor, *, alone: bool, measures: bool, in_place: bool) -> bool:
+        """Make room for ``gradient`` and, if it ``measures``, take its norm while it is near. Returns whether it is held
+        already: where host and device share memory (``in_place``) the only gradient of a step is itself what is held, if
+        it is not part of something larger, which it would keep alive."""
+        resident = self._residency[slot]
+        first = not resident.contributions
+        held = self.make_room(slot, alone=alone)
+        flat = gradient.detach().reshape(-1)
+        if first and measures:
+            held.norms[0] = norm_of(flat)
+        whole = flat.is_contiguous() and flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
+        if not (first and alone and in_place and whole and held.memory is not None and held.dtype == flat.dtype):
+            return False
+        held.memory = flat
+        resident.contributions = 1
+        return True
+
+    def _new(self, slot: int, dtype: torch.dtype) -> Held:
+        """A place for a gradient of ``slot``; its memory is not touched yet."""
+        parameter = self._slots[slot]
+        nbytes = parameter.numel * dtype.itemsize
+        memory, planned_bytes = self._planned.get(slot, (torch.device("cpu"), 0))
+        more_bytes = max(0, nbytes - planned_bytes)
+        with self._lock:
+            fits = memory is not None and (not more_bytes or self._held_bytes + more_bytes <= self.hold_bytes)
+            if fits:
+                self._held_bytes += more_bytes
+        held = Held(dtype)
+        if fits:
+            held.memory = torch.empty(parameter.numel, dtype=dtype, device=memory)
+            weakref.finalize(held, self._give_back, more_bytes).atexit = False
+        else:
+            self._states.allocate_gradient(slot)
+        return held
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= nbytes
+
+    def _widened(self, slot: int, narrow: Held) -> Held:
+        """``narrow`` as a fp32 sum: another gradient has come after the one that was thought to be alone."""
+        wide = self._new(slot, STATE_DTYPE)
+        # From the end, because on NVMe both lie in one extent: nothing is overwritten before it was read.
+        for start, piece in self._pieces(slot, narrow, backwards=True):
+            if wide.memory is not None:
+                wide.memory[start : start + piece.numel()].copy_(piece)
+            else:
+                self._states.write_gradient(slot, start, piece)
+        return wide
+
+    def forget(self) -> None:
+        """What was held is applied, on its way to be, or dropped."""
+        for resident in self._residency.values():
+            resident.held = None
+            resident.contributions = 0
+
+    # --- what -------------------------------------------------------------------------------------------------
+
+    def holds(self, slot: int) -> bool:
+        return self._residency[slot].contributions > 0
+
+    def scaled(self) -> bool:
+        """Whether any gradient was clipped or unscaled already."""
+        return any(r.held is not None and r.held.factors for r in self._residency.values())
+
+    def scale(self, slot: int, factor: torch.Tensor) -> None:
+        """Multiply the gradient of ``slot`` by ``factor``, shape (), when it is applied."""
+        self._held(slot).factors.append(factor.detach().clone())
+
+    def norm(self, slot: int, norm_type: float) -> torch.Tensor:
+        """The fp32 norm of the gradient of ``slot``, as if it had been multiplied already: shape ()."""
+        held = self._held(slot)
+        if held.norms and norm_type == 2.0:
+            found = combined(norm for _, norm in sorted(held.norms.items()))
+        elif held.memory is not None:
+            found = norm_of(held.memory, norm_type)
+        else:
+            found = combined((norm_of(piece, norm_type) for _, piece in self._pieces(slot, held)), norm_type)
+        for factor in held.factors if norm_type != 0.0 else ():
+            found = found * factor.abs()
+        return found
+
+    def read(self, slot: int) -> torch.Tensor:
+        """The gradient of ``slot`` in fp32, of the parameter's shape, on the CPU."""
+        held = self._held(slot)
+        value = torch.empty(self._slots[slot].numel, dtype=STATE_DTYPE)
+        for start, piece in self._pieces(slot, held):
+            value[start : start + piece.numel()].copy_(piece)
+        for factor in held.factors:
+            value.mul_(float(factor))
+        return value.view(self._slots[slot].shape)
+
+    def _held(self, slot: int) -> Held:
+        held = self._residency[slot].held
+        assert held is not None, "nothing is held"
+        return held
+
+    def _pieces(self, slot: int, held: Held, *, backwards: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, piece) of what is held, from wherever it is."""
+        numel, each = self._slots[slot].numel, STAGING_BYTES // STATE_DTYPE.itemsize
+        starts = range(0, numel, each)
+        for start in reversed(starts) if backwards else starts:
+            elements = min(each, numel - start)
+            if held.memory is not None:
+                yield start, held.memory[start : start + elements]
+            else:
+                piece = torch.empty(elements, dtype=held.dtype)
+                self._states.read_gradient(slot, start, piece)
+                yield start, piece

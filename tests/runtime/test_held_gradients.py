@@ -1,0 +1,176 @@
+"""Gradients that wait: in memory as far as it goes, else in the store; alone as they are, summed in fp32; their norms."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lohan_fx.runtime.gradient_norm import PIECE_ELEMENTS, norm_of
+from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.slots import Residency
+from lohan_fx.runtime.states import STAGING_BYTES, States
+from tests.runtime.rig import parameter
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+HALF, FULL, EMPTY, LONG = range(4)
+SLOTS = (
+    parameter("half", 11, 30, slot=HALF, compute=torch.bfloat16),
+    parameter("full", 7, 3, slot=FULL),
+    parameter("empty", 0, 3, slot=EMPTY),
+    parameter("long", STAGING_BYTES // 4 + 5, slot=LONG, compute=torch.bfloat16),
+)
+
+
+class Rig:
+    def __init__(self, store: NvmeStore) -> None:
+        self.store = store
+        self.slots = {slot.slot: slot for slot in SLOTS}
+        self.residency = {slot: Residency() for slot in self.slots}
+        self.held = HeldGradients(States(store, self.slots, self.residency), self.slots, self.residency)
+
+    def gradient(self, slot: int, seed: int = 0) -> torch.Tensor:
+        found = self.slots[slot]
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(found.shape, generator=generator).to(found.compute_dtype)
+
+    def hold(self, slot: int, seed: int = 0, *, alone: bool = False) -> torch.Tensor:
+        """As the lanes do: what is not taken in is added where the room is."""
+        gradient, resident = self.gradient(slot, seed), self.residency[slot]
+        if self.held.take_in(slot, gradient, alone=alone, measures=True, in_place=True):
+            return gradient
+        held = resident.held
+        assert held is not None
+        total = gradient.float().reshape(-1) + (self.held.read(slot).reshape(-1) if resident.contributions else 0)
+        if held.memory is not None:
+            held.memory.copy_(total)
+        else:
+            self.held._states._write(self.slots[slot].gradient_extent, total, held.dtype)
+        resident.contributions += 1
+        return gradient
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with NvmeStore([tmp_path]) as store:
+        yield Rig(store)
+
+
+def place(rig: Rig, slot: int) -> tuple[torch.dtype, bool]:
+    """(dtype, whether in memory) of what is held."""
+    held = rig.residency[slot].held
+    assert held is not None
+    return held.dtype, held.memory is not None
+
+
+def test_room_in_memory_as_far_as_it_goes(rig: Rig) -> None:
+    rig.held.hold_bytes = 4 * rig.slots[HALF].numel
+    rig.hold(HALF)
+    allocated = rig.store.nbytes_allocated
+    rig.hold(FULL)
+    assert [place(rig, HALF), place(rig, FULL)] == [(torch.float32, True), (torch.float32, False)]
+    assert rig.store.nbytes_allocated == allocated + 4096
+    rig.hold(EMPTY)
+    assert rig.store.nbytes_allocated == allocated + 4096
+
+
+def test_room_is_used_again_in_the_next_step(rig: Rig) -> None:
+    rig.held.hold_bytes = 4 * rig.slots[HALF].numel
+    allocated = 0
+    for _ in range(3):
+        rig.hold(HALF)
+        rig.hold(FULL)
+        assert place(rig, HALF)[1] and not place(rig, FULL)[1]
+        allocated = allocated or rig.store.nbytes_allocated
+        rig.held.forget()
+        assert rig.residency[HALF].held is None and not rig.held.holds(HALF)
+    assert rig.store.nbytes_allocated == allocated
+
+
+def test_memory_counts_until_its_last_user_has_let_it_go(rig: Rig) -> None:
+    """An update may still read the gradient of the step before when the next one is held."""
+    rig.held.hold_bytes = 4 * rig.slots[HALF].numel
+    rig.hold(HALF)
+    user = rig.residency[HALF].held
+    rig.held.forget()
+    rig.hold(HALF)
+    assert not place(rig, HALF)[1]
+    rig.held.forget()
+    del user
+    gc.collect()
+    rig.hold(HALF)
+    assert place(rig, HALF)[1]
+
+
+def test_a_gradient_alone_stays_as_it_is_and_is_not_copied(rig: Rig) -> None:
+    rig.held.hold_bytes = 2 * rig.slots[HALF].numel
+    gradient = rig.hold(HALF, alone=True)
+    held = rig.residency[HALF].held
+    assert held is not None and held.memory is not None and held.memory.data_ptr() == gradient.data_ptr()
+    assert torch.equal(rig.held.read(HALF), gradient.float())
+
+
+@pytest.mark.parametrize("part", [lambda g: g[:1].expand(11, 30), lambda g: torch.cat([g, g])[:11], lambda g: g.t()])
+def test_a_part_of_something_larger_is_not_kept_alive(rig: Rig, part: object) -> None:
+    assert callable(part)
+    rig.held.hold_bytes = 1 << 20
+    gradient = part(rig.gradient(HALF).reshape(30, 11).t().contiguous())
+    taken = rig.held.take_in(HALF, gradient, alone=True, measures=False, in_place=True)
+    held = rig.residency[HALF].held
+    assert held is not None and held.memory is not None
+    # A transposed one was copied on the way, so the copy may be kept.
+    assert taken is (gradient.untyped_storage().nbytes() == 660)
+    assert held.memory.untyped_storage().nbytes() == 660 and held.memory.is_contiguous()
+
+
+@pytest.mark.parametrize("before", [0, 1 << 30], ids=["nvme", "memory"])
+@pytest.mark.parametrize("after", [0, 1 << 30], ids=["nvme", "memory"])
+@pytest.mark.parametrize("slot", [HALF, LONG])
+def test_another_after_the_one_that_was_thought_alone(rig: Rig, slot: int, before: int, after: int) -> None:
+    rig.held.hold_bytes = before
+    first = rig.hold(slot, 1, alone=True)
+    assert place(rig, slot) == (torch.bfloat16, bool(before))
+    rig.held.hold_bytes = after
+    second = rig.hold(slot, 2, alone=True)
+    assert place(rig, slot) == (torch.float32, bool(after))
+    assert torch.equal(rig.held.read(slot), first.float() + second.float())
+
+
+@pytest.mark.parametrize("hold_bytes", [0, 1 << 20], ids=["nvme", "memory"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, 0.0, math.inf, -math.inf])
+def test_norms_are_those_of_torch(rig: Rig, norm_type: float, hold_bytes: int) -> None:
+    rig.held.hold_bytes = hold_bytes
+    for slot in (HALF, FULL):
+        gradient = rig.hold(slot, alone=slot == HALF)
+        assert torch.equal(rig.held.norm(slot, norm_type), torch.linalg.vector_norm(gradient.float(), norm_type))
+
+
+def test_norms_and_values_after_scaling(rig: Rig) -> None:
+    rig.held.hold_bytes = 1 << 20
+    gradient = rig.hold(FULL)
+    before = rig.residency[FULL].held
+    assert not rig.held.scaled()
+    for factor in (0.5, -0.25):
+        rig.held.scale(FULL, torch.tensor(factor))
+    assert rig.held.scaled()
+    assert torch.equal(rig.held.norm(FULL, 2.0), torch.linalg.vector_norm(gradient) * 0.125)
+    assert torch.equal(rig.held.norm(FULL, 0.0), torch.linalg.vector_norm(gradient, 0.0))
+    assert torch.equal(rig.held.read(FULL), gradient * 0.5 * -0.25)
+    assert before is not None and before.memory is not None and torch.equal(before.memory, gradient.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_gradient_of_half_precision_is_measured_in_pieces(dtype: torch.dtype) -> None:
+    flat = torch.randn(2 * PIECE_ELEMENTS + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for norm_type in (2.0, 1.0, math.inf):
+        torch.testing.assert_close(
+            norm_of(flat, norm_type), torch.linalg.vector_norm(flat.double(), norm_type).float(), rtol=1e-4, atol=0.0
+        )
+    flat[-1] = math.inf
+    assert not torch.isfinite(norm_of(flat))
