@@ -157,7 +157,7 @@ def test_gradients_that_are_held(call: str, build: Build, tmp_path: Path, monkey
     engine = compiled(model).engine
     step(model, plain, optimizer, 0)
     engine.micro_batches.expected = 2
-    engine.states.hold_bytes = 0
+    engine.gradients.hold_bytes = 0
     model(batch(1)).backward()
     engine.let_go()
     loss = model(batch(2))  # its backward is the last one: what is held is read, summed, and not written again
@@ -321,7 +321,7 @@ def test_no_space_for_gradients_that_are_held(build: Build, tmp_path: Path) -> N
     model, plain, optimizer, backend = build("keep")
     lohan_fx.prepare(model, batch())
     model(batch(0))
-    compiled(model).engine.states.hold_bytes = 0
+    compiled(model).engine.gradients.hold_bytes = 0
     loss = model(batch(0))
     backend._free_bytes[tmp_path] = 0
     with pytest.raises(StoreError, match=r"bytes are needed .* and 0 are free"):

@@ -299,7 +299,7 @@ def test_gradients_do_not_touch_the_disk_after_the_first_step(streamed: Any) -> 
         optimizer = adamw(model)
         prediction = lohan_fx.prepare(model, **WIDE.batch()).prediction
         # Without room in RAM, the gradients of the first step, whose backwards nobody has counted, show on the disk.
-        compiled(model).engine.states.hold_bytes = 0
+        compiled(model).engine.gradients.hold_bytes = 0
         held, *later = [_traffic(model, optimizer) for _ in range(3)]
     assert prediction is not None and prediction.nvme_write_bytes == 14 * numel
     # The first layer's input needs no gradient, so its weight is not fetched again.
