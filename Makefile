@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Threads of torch that wait sleep instead of spinning: tests share the machine, with each other's processes at least.
+QUIET := OMP_WAIT_POLICY=passive
 
 .PHONY: demo test lint check wheel-check clean
 
@@ -9,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/finetune_llama.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest -q $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -71,15 +71,16 @@ def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts])
     )
 
 
-def staging_bytes(windows: Windows) -> int:
-    """Bytes of the host pool's staging buffers."""
-    staging = 3 * windows.io_buffers * windows.io_bytes
-    return staging + windows.optimizer_buffers * (4 * windows.chunk_elements + buffer_bytes(windows.chunk_elements))
+def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
+    """Bytes of the host pool's staging buffers that may be touched. Where device and host share memory (``shared``),
+    parameters are read and gradients updated in place."""
+    update = buffer_bytes(windows.chunk_elements) + (0 if shared else 4 * windows.chunk_elements)
+    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + windows.optimizer_buffers * update
 
 
-def fixed_bytes(windows: Windows, parameters: int) -> int:
+def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:
     """Host memory that is spent whatever the plan of a model with so many parameter tensors."""
-    return staging_bytes(windows) + CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
+    return staging_bytes(windows, shared=shared) + CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
 
 
 def make_budgets(
@@ -95,7 +96,7 @@ def make_budgets(
     shared = hw.device == "cpu"
     host = host_memory_bytes or default_host_memory_bytes(hw)
     device = device_memory_bytes or (host if shared else int(hw.device_memory_bytes * 0.9))
-    fixed = fixed_bytes(windows, parameters) + compiler_bytes
+    fixed = fixed_bytes(windows, parameters, shared=shared) + compiler_bytes
     if fixed >= host:
         raise InfeasiblePlan(
             f"host_memory={host:,} bytes is too small for any plan: staging and captured graphs alone take {fixed:,}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import warnings
@@ -17,6 +18,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lohan_fx import process_memory
 from lohan_fx.build_on_disk import in_file
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.held_gradient import HeldGradient
@@ -77,6 +79,7 @@ class CompiledModel:
         self._revised = False
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
+        self._untidy_calls = 0
         self._restore: list[Callable[[], None]] = []
 
     @property
@@ -127,10 +130,19 @@ class CompiledModel:
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._untidy_calls:
+            # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
+            self._untidy_calls -= 1
+            self._tidy_up()
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
         with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._call[torch.is_grad_enabled()](*args, **kwargs)
+
+    def _tidy_up(self) -> None:
+        """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
+        gc.collect()
+        process_memory.return_free_memory()
 
     def _at_exit(self) -> None:
         """A process that ends without ``release`` still removes its files; a forked child leaves its parent's alone."""
@@ -195,6 +207,7 @@ class CompiledModel:
             self.checks.forget()
         self.plans.append(plan)
         self.halves.append(halves)
+        self._untidy_calls = 2
 
     def training_graphs(self) -> list[int]:
         """Which of ``halves`` train."""
@@ -225,6 +238,8 @@ class CompiledModel:
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
+        if self._unconfigured:
+            self._tidy_up()
         while self._unconfigured:
             self._unconfigured[0]()
             self._unconfigured.pop(0)

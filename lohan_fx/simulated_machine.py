@@ -228,8 +228,9 @@ class SimulatedMemory:
         self._machine = machine
         self._resident, host = resident_bytes(plan)
         self._graph = self._leaving = self._swapped = 0
-        staging = staging_bytes(plan.windows)
-        self._constant = host + fixed_bytes(plan.windows, len(plan.parameters)) - (staging if machine.on_cpu else 0)
+        staging = staging_bytes(plan.windows, shared=machine.on_cpu)
+        fixed = fixed_bytes(plan.windows, len(plan.parameters), shared=machine.on_cpu)
+        self._constant = host + fixed - (staging if machine.on_cpu else 0)
         io, chunk = plan.windows.io_bytes, plan.windows.chunk_elements
         sizes = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
         self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk)}

@@ -120,7 +120,7 @@ def _does(plan: Plan | None, policy: str) -> bool:
 
 def _fixed_bytes(parameters: int) -> int:
     """Host memory that is spent whatever the plan, where little is promised."""
-    return fixed_bytes(choose_windows(parse_bytes(LOOSE, "host_memory"), []), parameters)
+    return fixed_bytes(choose_windows(parse_bytes(LOOSE, "host_memory"), []), parameters, shared=True)
 
 
 def _tight(loose: Run) -> int:

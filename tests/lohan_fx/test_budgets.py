@@ -122,6 +122,14 @@ def test_on_a_gpu_the_two_memories_are_apart() -> None:
     assert make_budgets(GPU, 8 * GIB, None, windows).device_memory_bytes == int(24 * GIB * 0.9)
 
 
+def test_what_is_moved_in_place_needs_no_staging() -> None:
+    windows = choose_windows(8 * GIB, parameters(10))
+    saved = staging_bytes(windows) - staging_bytes(windows, shared=True)
+    assert saved == windows.io_buffers * windows.io_bytes + windows.optimizer_buffers * 4 * windows.chunk_elements
+    shared = make_budgets(CPU, 8 * GIB, None, windows).fixed_bytes
+    assert shared == fixed_bytes(windows, 0) - saved
+
+
 def test_on_a_cpu_there_is_one_memory() -> None:
     found = make_budgets(CPU, 8 * GIB, None, choose_windows(8 * GIB, parameters(10)))
     assert (found.host_memory_bytes, found.device_memory_bytes, found.shared) == (8 * GIB, 8 * GIB, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lohan_fx import process_memory
 
@@ -43,3 +44,13 @@ def test_a_kernel_without_the_line_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     assert process_memory.rss_bytes() == 1 << 20
     with pytest.raises(OSError, match="VmHWM"):
         process_memory.peak_rss_bytes()
+
+
+def test_holes_in_the_heap_go_back_to_the_system() -> None:
+    blocks = [torch.ones(1 << 16, dtype=torch.uint8) for _ in range(1600)]
+    pins = blocks[::100]
+    del blocks
+    before = process_memory.rss_bytes()
+    process_memory.return_free_memory()
+    assert before - process_memory.rss_bytes() > 50 << 20
+    assert all(bool(pin.all()) for pin in pins)
