@@ -42,7 +42,9 @@ def planned(hw: HardwareProfile, host: int, device: int) -> tuple[Plan, Simulati
         compute_dtype="bfloat16",
         matmul_rate=hw.matmul_rate(torch.bfloat16),
         parameters=found.facts,
-        budgets=Budgets(host, host if shared else device, fixed_bytes(windows, len(found.facts), shared=shared), shared),
+        budgets=Budgets(
+            host, host if shared else device, fixed_bytes(windows, len(found.facts), shared=shared), shared
+        ),
         windows=windows,
         plan=None,
     )
