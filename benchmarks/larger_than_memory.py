@@ -1,9 +1,10 @@
-"""Larger than memory: a 1.3B Llama (18 GB of parameters and states) trains in a few GB of RAM.
+"""Larger than memory: a 1.3B Llama (18 GB of parameters and states), or one of 3B (42 GB), trains in a few GB of RAM.
 
     python benchmarks/larger_than_memory.py [--nvme DIR --host-memory 1.5GiB --steps 3] [--save]
+    python benchmarks/larger_than_memory.py --size 3b --host-memory 3GiB --steps 2 [--save]
 
-The model is built in bf16 in RAM (2.7 GB), moved to the store and trained, batch 1 x 512. Bar: peak RSS of the whole
-process, building included, under 5 GB. Our own counter (VmHWM) must agree with what the kernel tells the parent
+1.3B is built in bf16 in RAM (2.7 GB) and moved to the store; 3B is built on ``meta`` and initialised module by module on
+its way there. Batch 1 x 512. Bar: peak RSS of the whole process, building included, under 5 GB (3B: 6 GB). Our own counter (VmHWM) must agree with what the kernel tells the parent
 (ru_maxrss of a child process, which is what ``/usr/bin/time -v`` prints) within 2%.
 """
 
@@ -25,7 +26,9 @@ from workload import SIZES, Workload, memory_bytes, streamed
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
 
-MOST_BYTES = 5_000_000_000
+MOST_BYTES = {"3b": 6_000_000_000}
+MOST_BYTES_ELSE = 5_000_000_000
+ON_META = ("3b",)
 BYTES_PER_PARAMETER = 14
 AGREEMENT = 0.02
 
@@ -34,9 +37,12 @@ def child(args: argparse.Namespace, hw: HardwareProfile) -> None:
     """Build, compile, train; prints its figures as one JSON line."""
     workload = Workload(args.size, args.batch, args.seq)
     before = memory_bytes("VmRSS")
-    ours = streamed(workload, hw, args.nvme, host_memory=args.host_memory)
+    on_meta = args.size in ON_META
+    start_s = time.perf_counter()
+    ours = streamed(workload, hw, args.nvme, on_meta=on_meta, host_memory=args.host_memory)
+    ready_s, built_rss = time.perf_counter() - start_s, memory_bytes("VmHWM")
     engine = compiled(ours.model).engine
-    model_bytes = sum(p.bytes for p in ours.plan.parameters)
+    model_bytes = 0 if on_meta else sum(p.bytes for p in ours.plan.parameters)
     prediction = ours.plan.prediction
     assert prediction is not None
     seconds, losses = [], []
@@ -49,6 +55,8 @@ def child(args: argparse.Namespace, hw: HardwareProfile) -> None:
     training_rss = memory_bytes("VmRSS")
     figures = {
         "params": sum(p.numel for p in ours.plan.parameters),
+        "ready_s": ready_s,
+        "peak_rss_until_ready_bytes": built_rss,
         "peak_rss_bytes": memory_bytes("VmHWM"),
         "training_rss_bytes": training_rss,
         # Whichever is higher: the model in RAM while it is stored, or the training after it has left.
@@ -95,11 +103,12 @@ def main() -> None:
     kernel_peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     figures = json.loads(run.stdout.strip().splitlines()[-1])
     peak = figures["peak_rss_bytes"]
-    missed = [] if peak < MOST_BYTES else [f"peak RSS {peak:,} bytes, under {MOST_BYTES:,} allowed"]
+    most = MOST_BYTES.get(args.size, MOST_BYTES_ELSE)
+    missed = [] if peak < most else [f"peak RSS {peak:,} bytes, under {most:,} allowed"]
     if abs(kernel_peak - peak) > AGREEMENT * peak:
         missed.append(f"our counter says {peak:,} bytes, the kernel {kernel_peak:,}")
     finish(
-        "larger_than_memory",
+        "larger_than_memory" if args.size == "1.3b" else f"larger_than_memory_{args.size}",
         _rows(figures, kernel_peak),
         {**figures, "kernel_peak_rss_bytes": kernel_peak, "size": args.size, "batch": args.batch, "seq": args.seq},
         missed,
@@ -117,6 +126,10 @@ def _rows(figures: dict[str, Any], kernel_peak: int) -> list[tuple[str, str]]:
         (
             "peak RSS, whole process",
             f"{gigabytes('peak_rss_bytes')} GB, predicted {gigabytes('predicted_peak_rss_bytes')}",
+        ),
+        (
+            "built, stored and planned",
+            f"{figures['ready_s']:.0f} s, peak RSS {gigabytes('peak_rss_until_ready_bytes')} GB",
         ),
         ("peak RSS, told by the kernel", f"{kernel_peak / 1e9:.2f} GB"),
         (

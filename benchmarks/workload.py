@@ -22,6 +22,7 @@ SIZES = {
     "125m": (12, 768, 12, 12, 2048, 32000),
     "350m": (24, 1024, 16, 16, 2816, 32000),
     "1.3b": (24, 2048, 16, 16, 5632, 32000),
+    "3b": (36, 2560, 20, 20, 6912, 32000),
 }
 GPT2_SIZES = {"gpt2": (12, 768, 12, 50257)}
 """Layers, hidden, heads, vocabulary of GPT-2 models, without dropout."""
@@ -41,14 +42,7 @@ class Workload:
 
     def build(self) -> Any:
         """The model in bf16, on the CPU, the same for each call."""
-        transformers.logging.set_verbosity_error()
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with no_init_weights():
-                model = self._gpt2() if self.size in GPT2_SIZES else self._llama()
-        finally:
-            torch.set_default_dtype(default)
+        model = self._unset()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -57,6 +51,22 @@ class Workload:
                 else:
                     parameter.fill_(1.0)
         return model.train()
+
+    def build_on_meta(self) -> Any:
+        """The model in bf16 without any values; ``lohan_fx.compile`` sets them, as Hugging Face would."""
+        with torch.device("meta"):
+            return self._unset().train()
+
+    def _unset(self) -> Any:
+        """The model in bf16, its weights not initialised."""
+        transformers.logging.set_verbosity_error()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with no_init_weights():
+                return self._gpt2() if self.size in GPT2_SIZES else self._llama()
+        finally:
+            torch.set_default_dtype(default)
 
     def _llama(self) -> Any:
         layers, hidden, heads, kv_heads, ffn, vocabulary = SIZES[self.size]
@@ -132,9 +142,11 @@ class Streamed:
     optimizer: lohan_fx.AdamW
 
 
-def streamed(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, **options: Any) -> Streamed:
-    """The workload compiled by lohan_fx with ``options``, planned, not run yet."""
-    model, tokens = workload.build(), workload.tokens()
+def streamed(
+    workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, *, on_meta: bool = False, **options: Any
+) -> Streamed:
+    """The workload compiled by lohan_fx with ``options``, planned, not run yet. ``on_meta``: it never is in RAM whole."""
+    model, tokens = workload.build_on_meta() if on_meta else workload.build(), workload.tokens()
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
