@@ -4,8 +4,9 @@
     python benchmarks/larger_than_memory.py --size 3b --host-memory 3GiB --steps 2 [--save]
 
 1.3B is built in bf16 in RAM (2.7 GB) and moved to the store; 3B is built on ``meta`` and initialised module by module on
-its way there. Batch 1 x 512. Bar: peak RSS of the whole process, building included, under 5 GB (3B: 6 GB). Our own counter (VmHWM) must agree with what the kernel tells the parent
-(ru_maxrss of a child process, which is what ``/usr/bin/time -v`` prints) within 2%.
+its way there. Batch 1 x 512. Bar: peak RSS of the whole process, building included, under 5 GB (3B: 6 GB). Our own
+counter (VmHWM) must agree with what the kernel tells the parent (ru_maxrss of a child process, which is what
+``/usr/bin/time -v`` prints) within 2%.
 """
 
 from __future__ import annotations
