@@ -40,6 +40,13 @@ def _overlap(found: Figures) -> str:
     )
 
 
+def _segments(found: Figures) -> str:
+    return "; ".join(
+        f"{case['ratio']:.3f}x at {case['size']}, {case['layers'] or 'all'} layers, {case['batch']} x {case['seq']}"
+        for case in found["cases"]
+    )
+
+
 def _peers(found: Figures) -> str:
     return "; ".join(_peer_case(case) for case in found["cases"])
 
@@ -90,7 +97,7 @@ ROWS = (
     Row("io", "Throughput of the store over fio's", ">= 0.95", _io),
     Row("adam", "Bandwidth of the optimizer's update", ">= 0.85 copies, 1.0 torch, 1.3 DeepSpeed", _adam),
     Row("overlap", "Step time over the busiest lane's own work", "<= 1.10", _overlap),
-    Row("segments", "Graph segments compiled by Inductor over boxed ones", "the faster is the default", scalars),
+    Row("segments", "Graph segments compiled by Inductor over boxed ones", "the faster is the default", _segments),
     Row("compile_time", "Capture and passes over `aot_eager`'s compile time", "<= 1.5", scalars),
     Row("peers", "Tokens per second over the peers'", "see issue 4, item 5", _peers),
     Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),

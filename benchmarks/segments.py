@@ -10,6 +10,7 @@ slower, as ``segments="auto"`` promises.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from report import arguments, finish, profile
+from report import RESULTS, arguments, finish, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 import lohan_fx
@@ -114,17 +115,19 @@ def main() -> None:
     missed = [] if equal else ["the losses differ"]
     if ratio > 1.0 and found["segments"]:
         missed.append(f"compiled takes {ratio:.3f}x the time of boxed")
-    finish(
-        "segments",
-        rows,
-        {
+    case = {
             "size": args.size, "layers": args.layers, "batch": args.batch, "seq": args.seq, "cold": args.cold,
             "host_memory": args.host_memory, "s_per_step": seconds, "ratio": ratio, "losses_equal": equal,
             "prepared": prepared, "peak_rss_bytes": peaks, "rounds": rounds,
-        },
-        missed,
-        save=args.save,
-    )  # fmt: skip
+        }  # fmt: skip
+    finish("segments", rows, {"cases": [*other_cases(case), case]}, missed, save=args.save)
+
+
+def other_cases(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is saved of other models and sizes: each run is one case, and all belong to one result."""
+    saved = RESULTS / "segments.json"
+    found = json.loads(saved.read_text())["cases"] if saved.exists() else []
+    return [old for old in found if any(old[key] != case[key] for key in ("size", "layers", "batch", "seq"))]
 
 
 if __name__ == "__main__":
