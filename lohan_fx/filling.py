@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from lohan_fx import process_memory
 from lohan_fx.build_on_disk import forget_pages
 from lohan_fx.compiled_model import Original
 from lohan_fx.errors import LohanError
@@ -62,6 +63,8 @@ def fill(
         forget_pages(value)
 
     def store(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        # The heap would keep what earlier modules had, and grow to the size of the model.
+        process_memory.return_free_memory()
         engine.states.write_parameter(slots[id(parameter)], value.detach())
 
     return initialized(model, initialize, store) if has_meta(model) else {}

@@ -201,7 +201,6 @@ class Engine:
         if training:
             self.wear.step_begins()
             self.on_stage("forward")
-        if training:
             self._fetched.clear()
         try:
             with ops.expecting(), self._on_the_clock("forward"):

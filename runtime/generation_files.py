@@ -201,5 +201,5 @@ def _read_file(path: Path, limit_bytes: int) -> bytes:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
                 raise StoreError(f"{path} is not a file of at most {limit_bytes} bytes: it was left as it is")
-            data: bytes = file.read(limit_bytes)
+            data: bytes = file.read(status.st_size)
             return data

@@ -1,0 +1,147 @@
+"""``host_memory`` binds in every phase: compiling, planning, training, evaluating, keeping a checkpoint and resuming it.
+
+    python benchmarks/within_promise.py [--nvme DIR --size demo --layers 17 --host-memory 512MiB] [--save]
+
+The model is built on ``meta``. One process trains and makes a checkpoint, a second one resumes it and must go on with the
+same losses. Each runs under RLIMIT_DATA: what it had mapped before ``compile``, the promise, and ``UNTOUCHED_BYTES``; the
+kernel refuses it anything more. Bar: what the process grows by after ``compile`` began stays below the promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import arguments, finish, profile
+from workload import LR, SIZES, Workload
+
+import lohan_fx
+from lohan_fx import process_memory
+from lohan_fx.budgets import parse_bytes
+from lohan_fx.compile import compiled
+from lohan_fx.hardware import HardwareProfile
+
+UNTOUCHED_BYTES = 128 << 20
+"""Address space that RLIMIT_DATA counts and nobody touches: 8 MiB for the stack of each thread, holes in the heap."""
+BYTES_PER_PARAMETER = 14
+STEPS = 2
+
+
+class Phases:
+    """What the process grew by at the peak of each phase, since this was made."""
+
+    def __init__(self) -> None:
+        self.before_bytes = process_memory.rss_bytes()
+        self.growth: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if not process_memory.forget_peak_rss():
+            sys.exit("this kernel does not let a process forget its peak RSS (/proc/self/clear_refs)")
+        yield
+        self.growth[name] = process_memory.peak_rss_bytes() - self.before_bytes
+
+
+def limit_data(more_bytes: int) -> None:
+    """From here on the kernel refuses this process more than ``more_bytes`` beside what it has mapped."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    mapped = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (mapped + more_bytes, resource.RLIM_INFINITY))
+
+
+def child(args: argparse.Namespace, *, resumes: bool) -> None:
+    """Train, or resume and train; prints its figures as one JSON line."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    workload = Workload(args.size, args.batch, args.seq, layers=args.layers)
+    model, tokens = workload.build_on_meta(), workload.tokens()
+    hw, losses = HardwareProfile.load(args.hw), []
+    phase = Phases()
+    limit_data(parse_bytes(args.host_memory, "host_memory") + UNTOUCHED_BYTES)
+    with phase("compile"):
+        keeps: dict[str, Any] = {"resume_from_checkpoint": True} if resumes else {"checkpoints": 1}
+        lohan_fx.compile(model, hw, host_memory=args.host_memory, nvme=[args.nvme], revise=False, **keeps)
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True)
+        if resumes:
+            lohan_fx.resume(model, optimizer)
+    with phase("prepare"):
+        plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    if not resumes:
+        with phase("steps"):
+            steps()
+        with phase("evaluation"), torch.no_grad():
+            model(input_ids=tokens)
+        with phase("checkpoint"):
+            lohan_fx.checkpoint(model, optimizer)
+    with phase("steps after the checkpoint"):
+        steps()
+    states = BYTES_PER_PARAMETER * sum(p.numel for p in plan.parameters)
+    compiled(model).detach()
+    print(json.dumps({"growth_bytes": phase.growth, "losses": losses, "state_bytes": states}))
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--layers", type=int, help="as many layers instead of those of --size")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--host-memory", default="512MiB")
+    parser.add_argument("--child", choices=("train", "resume"), help="internal: the measured process")
+    args = parser.parse_args()
+    if args.child:
+        child(args, resumes=args.child == "resume")
+        return
+    hw = profile(args)
+    folder = args.nvme / "within_promise"
+    folder.mkdir()
+    try:
+        path = folder / "profile.toml"
+        hw.save(path)
+        trained, resumed = (_run(what, folder, path) for what in ("train", "resume"))
+    finally:
+        shutil.rmtree(folder)
+    promise = parse_bytes(args.host_memory, "host_memory")
+    growth = trained["growth_bytes"] | {f"{name}, resumed": n for name, n in resumed["growth_bytes"].items()}
+    most = max(growth.values())
+    missed = [f"{name}: {n:,} bytes, {promise:,} promised" for name, n in growth.items() if n >= promise]
+    if resumed["losses"] != trained["losses"][-STEPS:]:
+        missed.append("the resumed training has other losses")
+    rows = [("promise", f"{promise / 1e6:,.0f} MB, states {trained['state_bytes'] / 1e6:,.0f} MB")]
+    rows += [(name, f"{n / 1e6:,.0f} MB") for name, n in growth.items()]
+    figures = {"promise_bytes": promise, "most_bytes": most, "state_bytes": trained["state_bytes"]}
+    figures |= {"untouched_bytes": UNTOUCHED_BYTES, "growth_bytes": growth, "losses": trained["losses"]}
+    finish("within_promise", rows, figures, missed, save=args.save)
+
+
+def _run(what: str, nvme: Path, hw: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", what, "--nvme", str(nvme), "--hw", str(hw)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        sys.exit(f"the process that was to {what} ended with {run.returncode}")
+    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()
