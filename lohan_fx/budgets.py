@@ -13,7 +13,7 @@ from lohan_fx.problem import Budgets, ParameterFacts
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
 MIB = 1 << 20
-CAPTURE_BYTES = 96 * MIB
+CAPTURE_BYTES = 64 * MIB
 CAPTURE_BYTES_PER_PARAMETER = MIB
 """What tracing, guards, graphs and the allocator's slack take: so much, and so much per parameter tensor (a parameter
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""

@@ -28,6 +28,7 @@ from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.resident_limit import ResidentLimit
 from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
@@ -80,6 +81,9 @@ class CompiledModel:
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
+        # The model's own parameters were there before ``compile``, and are gone.
+        limit_bytes = max(0, rss_before_bytes - self.original_bytes) + request.budgets.host_memory_bytes
+        engine.resident_limit = ResidentLimit(limit_bytes, process_memory.return_free_memory)
         self._restore: list[Callable[[], None]] = []
 
     @property

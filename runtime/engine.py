@@ -36,6 +36,7 @@ from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.parameter_stream import ParameterStream
+from lohan_fx.runtime.resident_limit import ResidentLimit
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.runtime.states import States
@@ -59,6 +60,7 @@ class Engine:
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
     ``on_stage`` is told when a training forward, a backward and the optimizer's barrier begin, and when a step ends.
     ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014).
+    ``resident_limit`` is looked at as each fetch begins and each gradient arrives.
     ``resumed`` is what a checkpoint holds of the training until ``lohan_fx.resume`` has taken it over.
     """
 
@@ -78,6 +80,7 @@ class Engine:
         self.holds = False
         self.resumed: Mapping[str, Any] | None = None
         self.wear = Wear(lambda: store.bytes_written)
+        self.resident_limit = ResidentLimit(None, lambda: None)
         self._activation_slots: list[int] = []
         self._fetched: dict[int, None] = {}
         self._applying = self._holding = False
@@ -164,6 +167,7 @@ class Engine:
     def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
         del shell
         self._fetched.setdefault(slot)
+        self.resident_limit.look()
         return self._stream.fetch(slot)
 
     def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
@@ -176,6 +180,7 @@ class Engine:
 
     def offload_grad(self, g: torch.Tensor, slot: int) -> None:
         assert self.options is not None
+        self.resident_limit.look()
         options = self.options(slot)
         if options is None:
             return

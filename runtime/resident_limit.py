@@ -1,0 +1,36 @@
+"""resident_limit: holes in the heap go back to the system before the process outgrows its promise.
+
+Activations of many sizes come and go among those that stay, and what was freed in between counts as resident until the
+C library is asked to return it. That takes milliseconds, so it is asked only where the limit is passed.
+
+Guarantees: a look costs microseconds below the limit; above it, and with nothing to give back, it asks again only after
+``STEP_BYTES`` more.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+STEP_BYTES = 16 << 20
+
+
+class ResidentLimit:
+    """``look`` calls ``give_back`` where the process has more than ``limit_bytes`` in RAM; None: never."""
+
+    def __init__(self, limit_bytes: int | None, give_back: Callable[[], None]) -> None:
+        self._limit_bytes = limit_bytes
+        self._give_back = give_back
+        self._again_bytes = 0
+
+    def look(self) -> None:
+        if self._limit_bytes is None or resident_bytes() <= max(self._limit_bytes, self._again_bytes):
+            return
+        self._give_back()
+        self._again_bytes = resident_bytes() + STEP_BYTES
+
+
+def resident_bytes() -> int:
+    """What the process has in RAM, as /proc/self/statm tells: quicker than ``status``, and as exact as needed here."""
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
