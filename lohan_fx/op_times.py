@@ -113,16 +113,17 @@ def _numbers(args: Any) -> Any:
 
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
-    _timed(run, device)
+    timed(run, device)
     found: list[float] = []
     least, most = RUNS
     while len(found) < least or (len(found) < most and sum(found) < SECONDS_PER_OP):
         cold.fill_(len(found) % 2)
-        found.append(_timed(run, device))
+        found.append(timed(run, device))
     return min(found)
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of ``run()``, its work on the device included; what it made dies outside the clock."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start_s = time.perf_counter()

@@ -6,7 +6,6 @@ their checksums, so that no more memory is taken than in training.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lohan_fx import meta
+from lohan_fx.op_times import timed
 from lohan_fx.passes.cut_segments import Run, Segment, extract
 
 PATTERN_ELEMENTS = 1_000_003
@@ -144,17 +144,5 @@ def _alternating_seconds(inputs: Sequence[torch.Tensor], *runs: Run) -> tuple[fl
     for number in range(TIMED_ROUNDS):
         for run, taken in zip(runs, found, strict=True):
             cold.fill_(number)
-            taken.append(_timed(lambda run=run: run(list(inputs)), device))  # type: ignore[misc]
+            taken.append(timed(lambda run=run: run(list(inputs)), device))  # type: ignore[misc]
     return tuple(min(taken) for taken in found)
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    made = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    end_s = time.perf_counter()
-    del made
-    return end_s - start_s

@@ -61,7 +61,7 @@ def test_random_ops_that_are_measured_leave_the_generator_alone() -> None:
 def test_the_fastest_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 5.0, 2.0, 3.0])  # the first warms up
     monkeypatch.setattr(op_times, "RUNS", (3, 3))
-    monkeypatch.setattr(op_times, "_timed", lambda run, device: next(seconds))
+    monkeypatch.setattr(op_times, "timed", lambda run, device: next(seconds))
     assert op_times._least_seconds(lambda: None, CPU) == 2.0
 
 
