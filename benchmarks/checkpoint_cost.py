@@ -29,9 +29,9 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.runtime import generations, scratch_sums
 from lohan_fx.runtime.checksum import checksum
-from lohan_fx.runtime.engine import SSD_THREADS
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 SIZES = ("demo6", "demo")

@@ -29,6 +29,7 @@ from kill9 import Shared, import_all, train
 
 from lohan_fx.errors import LohanError
 from lohan_fx.runtime.arrival import Arrival
+from lohan_fx.runtime.chunk_pipeline import ChunkPipeline
 from lohan_fx.runtime.generation_files import generation_path, generations_in
 from lohan_fx.runtime.lanes import Lane, Work
 from lohan_fx.runtime.machine import Machine
@@ -80,11 +81,9 @@ def _outcome(directory: Path, drive: FaultyDrive, policy: str, keep: int) -> Out
 
 def _be_impatient() -> None:
     """A call that never returns is given up after seconds, so that the benchmark takes minutes."""
-    for wait in (Work.wait, Arrival.wait, Lane.drain, Lane.close, Machine.drain):
+    of_lanes = (Work.wait, Arrival.wait, Lane.drain, Lane.close, Machine.drain)
+    for wait in (*of_lanes, OutOfCoreOptimizer.barrier, OutOfCoreOptimizer.settle, ChunkPipeline.wait):
         wait.__defaults__ = (PATIENCE_S,)
-    OutOfCoreOptimizer.barrier.__defaults__ = (PATIENCE_S,)
-    OutOfCoreOptimizer._wait.__defaults__ = (PATIENCE_S,)
-    OutOfCoreOptimizer.settle.__defaults__ = (PATIENCE_S,)
     NvmeStore.close.__kwdefaults__ = {"timeout_s": PATIENCE_S}
 
 

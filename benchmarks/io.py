@@ -26,9 +26,9 @@ from typing import Any
 
 from report import arguments, finish
 
-from lohan_fx.runtime.engine import SSD_THREADS
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 LEAST_RATIO = 0.95

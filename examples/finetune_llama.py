@@ -35,13 +35,13 @@ from tables import show_comparison, show_hardware, show_predicted_and_measured, 
 from torch.nn import functional as F
 
 import lohan_fx
-from lohan_fx.compile import default_nvme_root
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan
 from lohan_fx.plan_table import plan_summary
 from lohan_fx.policies import POLICIES
 from lohan_fx.runtime.timeline import Event
+from lohan_fx.store_directories import default_nvme_root
 from lohan_fx.timeline_chart import draw
 from lohan_fx.units import format_bytes
 

@@ -106,7 +106,7 @@ def resume(
         if engine.micro_batches.expected is None:
             engine.micro_batches.expected = state["backwards"]
         # A training that clips does so in its next step, whose gradients must still be there then.
-        engine.holds = engine.holds or bool(state.get("holds"))
+        engine.updates.holds = engine.updates.holds or bool(state.get("holds"))
         found = Resumed(int(state["step"]), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True)
         optimizer.parts = Parts(scheduler, loader, found.extra)
         set_random_state(state["random"])

@@ -26,7 +26,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 import lohan_fx
-from lohan_fx.compile import compiled, default_nvme_root
+from lohan_fx.compile import compiled
 from lohan_fx.errors import CaptureError
 from lohan_fx.fsck_command import add_checkpoint_commands
 from lohan_fx.hardware import HardwareProfile
@@ -35,6 +35,7 @@ from lohan_fx.plan import Plan
 from lohan_fx.plan_command import DESCRIPTION, DTYPES, add_plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.presets import PRESETS
+from lohan_fx.store_directories import default_nvme_root
 
 DEFAULT_PRESET = "rtx4090-12xP5510"
 

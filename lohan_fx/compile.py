@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
-import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lohan_fx import inductor, ops, process_memory
 from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
-from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, slots_of
-from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.compile_arguments import check_arguments, check_largest, warn_if_measured_elsewhere
+from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel
 from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_init import Initialize
+from lohan_fx.original_parameters import slots_of
 from lohan_fx.pipeline import Request
-from lohan_fx.plan import Plan, Windows
-from lohan_fx.policies import runnable
+from lohan_fx.plan import Plan
 from lohan_fx.problem import ParameterFacts
-from lohan_fx.resuming import chunk_elements_of, manifests_to_resume, take_up
+from lohan_fx.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.runtime.engine import Engine
-from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.runtime.store_arguments import check_directory
-from lohan_fx.shell import Shell
+from lohan_fx.store_directories import Directories, bandwidths, directories_for, is_temporary
 from lohan_fx.weight_files import Weights, open_weights
 
 Bytes = int | float | str
-Directories = str | Path | Sequence[str | Path]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_run_numbers = itertools.count()
 
 
 def compile(
@@ -105,33 +92,26 @@ def compile(
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
-    _check(model, hw, compute_dtype, policy, plan)
+    check_arguments(model, hw, compute_dtype, policy, plan, initialize)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
-    if not hw.is_this_machine():
-        warnings.warn(
-            f"the hardware profile {hw.name!r} was not measured on this machine: plans and predictions are for that "
-            "one; HardwareProfile.measure(nvme=[...]) measures this one",
-            stacklevel=2,
-        )
+    warn_if_measured_elsewhere(hw)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
     rss_before_bytes = process_memory.rss_bytes()
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
-    if initialize is not None and not callable(initialize):
-        raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
     files = None if weights is None else open_weights(weights)
     if files is not None:
         check_files(model, found, files)
-    nvme, manifests = _to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
+    nvme, manifests = to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
     windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
     if manifests:
-        windows = _as_on_disk(windows, manifests[-1], plan)
+        windows = as_on_disk(windows, manifests[-1], plan)
     compiler_bytes = 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES
     budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes)
-    _check_largest(facts, budgets.device_memory_bytes)
+    check_largest(facts, budgets.device_memory_bytes)
     request = Request(
         hw=hw,
         policy=policy,
@@ -145,16 +125,16 @@ def compile(
         segments=segments,
     )
     with contextlib.ExitStack() as undo:
-        temporary = _is_temporary(nvme, hw)
-        directories, cleanup = _directories(nvme, hw)
+        directories, cleanup = directories_for(nvme, hw)
         undo.callback(cleanup)
-        store = NvmeStore(directories, weights=_weights(directories, hw), resume=manifests, temporary=temporary)
+        rates = bandwidths(directories, hw)
+        store = NvmeStore(directories, weights=rates, resume=manifests, temporary=is_temporary(nvme, hw))
         undo.callback(store.close)
         engine = Engine(slots, store, torch.device("cuda" if hw.device == "cuda" else "cpu"))
         undo.callback(engine.close)
         engine.states.chunk_elements = windows.chunk_elements
         engine.wear.max_bytes = max_written
-        engine.holds = compute_dtype is torch.float16 if hold_gradients is None else hold_gradients
+        engine.updates.holds = compute_dtype is torch.float16 if hold_gradients is None else hold_gradients
         if manifests:
             undo.callback(install(buffers_to_resume(model, initialize)))
             take_up(model, engine, manifests[-1])
@@ -206,150 +186,3 @@ def compiled(model: nn.Module) -> CompiledModel:
     if not isinstance(found, CompiledModel):
         raise ValueError(f"this {type(model).__name__} is not compiled: call lohan_fx.compile(model, hw) first")
     return found
-
-
-def _check(model: nn.Module, hw: HardwareProfile, compute_dtype: torch.dtype, policy: str, plan: Plan | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile() takes a torch.nn.Module; got {type(model).__name__}")
-    if not isinstance(hw, HardwareProfile):
-        raise TypeError(
-            f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)"
-        )
-    if hw.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
-    if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
-        raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
-    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
-        raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
-    runnable(policy)
-    if compute_dtype not in _DTYPES:
-        raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
-    if not isinstance(plan, Plan | None):
-        raise TypeError(
-            f"plan is a {type(plan).__name__}: expected a lohan_fx.Plan (Plan.from_json reads one), or None"
-        )
-    if plan is not None and plan.compute_dtype != str(compute_dtype).removeprefix("torch."):
-        raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
-    for name, parameter in parameters.items():
-        _check_parameter(name, parameter)
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, Shell):
-        raise ValueError(
-            f"parameter {name} is offloaded: the model that this is a part of is compiled already; lohan_fx.release it first"
-        )
-    if is_lazy(parameter):
-        raise ValueError(f"parameter {name} is of a lazy module and has no shape yet: call the model once before")
-    if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name} is {parameter.dtype}, {parameter.layout}: make it a dense one of float32, bfloat16 or "
-            "float16 first"
-        )
-    if parameter.grad is not None:
-        raise ValueError(f"parameter {name} has a gradient, which would be lost: call model.zero_grad() first")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"parameter {name} has a gradient hook, which would never run, because gradients go straight to the "
-            "optimizer: remove the hook"
-        )
-
-
-def _check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) -> None:
-    largest = max(facts, key=lambda p: p.bytes)
-    if 2 * largest.bytes > device_memory_bytes:
-        raise InfeasiblePlan(
-            f"parameter {largest.name} alone takes {largest.bytes:,} bytes, and as much for its gradient; the budget is "
-            f"{device_memory_bytes:,}, {2 * largest.bytes - device_memory_bytes:,} bytes short: allow more memory"
-        )
-
-
-def _directories(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Path], Callable[[], None]]:
-    """Where the store goes, and what removes what this call had to make."""
-    if nvme is not None:
-        given = [nvme] if isinstance(nvme, str | Path) else nvme
-        if not isinstance(given, Sequence) or not all(isinstance(directory, str | Path) for directory in given):
-            raise TypeError(f"nvme is {nvme!r}: expected a directory, or a list with a directory per drive")
-        if not given:
-            raise ValueError("nvme is an empty list: name at least one directory, or pass None for the default")
-        directories = [Path(directory) for directory in given]
-        if len({directory.resolve() for directory in directories}) < len(directories):
-            raise ValueError(f"nvme names a directory twice: {', '.join(map(str, directories))}; name each drive once")
-        return directories, lambda: None
-    known = [Path(drive.directory) for drive in hw.nvme if drive.directory]
-    if known:
-        return known, lambda: None
-    root = default_nvme_root()
-    _remove_stale(root)
-    directory = root / f"run-{os.getpid()}-{next(_run_numbers)}"
-    directory.mkdir(parents=True, mode=0o700)
-    return [directory], lambda: shutil.rmtree(directory, ignore_errors=True)
-
-
-def _to_resume(
-    nvme: Directories | None, hw: HardwareProfile, resume: bool | Directories, checkpoints: int
-) -> tuple[Directories | None, list[Manifest]]:
-    """The directories for the store, and the checkpoints there that it is to begin with."""
-    if not isinstance(resume, bool | str | Path | Sequence):
-        raise TypeError(f"resume_from_checkpoint is {resume!r}: expected True, a directory, or one per drive")
-    if type(checkpoints) is not int or not 0 <= checkpoints < MAX_SLOTS:
-        raise ValueError(f"checkpoints is {checkpoints!r}: expected how many to keep, 0 to {MAX_SLOTS - 1}")
-    if not resume and not checkpoints:
-        return nvme, []
-    named = not isinstance(resume, bool)
-    if not isinstance(resume, bool):
-        if nvme is not None:
-            raise ValueError("both nvme and resume_from_checkpoint name directories: name them in one place")
-        nvme = resume
-    if _is_temporary(nvme, hw):
-        raise ValueError("checkpoints need directories that outlive this run: name them with nvme=")
-    if not resume:
-        return nvme, []
-    directories, _ = _directories(nvme, hw)
-    for directory in directories:
-        check_directory(directory)
-    manifests = manifests_to_resume(directories, must_exist=named)
-    if manifests and checkpoints not in (0, manifests[-1].keep):
-        raise ValueError(
-            f"checkpoints={checkpoints}, but the run that is resumed keeps {manifests[-1].keep}: leave it out, it is kept"
-        )
-    return directories, manifests
-
-
-def _as_on_disk(windows: Windows, manifest: Manifest, plan: Plan | None) -> Windows:
-    """The windows, with chunks as the states on disk are cut."""
-    chunk_elements = chunk_elements_of(manifest)
-    if plan is not None and plan.windows.chunk_elements != chunk_elements:
-        raise ValueError(
-            f"the plan has chunks of {plan.windows.chunk_elements} elements, the checkpoint of {chunk_elements}: leave the "
-            "plan out, or make one with these chunks"
-        )
-    return dataclasses.replace(windows, chunk_elements=chunk_elements)
-
-
-def _is_temporary(nvme: Directories | None, hw: HardwareProfile) -> bool:
-    """Whether the store goes to a directory that is made for this run alone."""
-    return nvme is None and not any(drive.directory for drive in hw.nvme)
-
-
-def default_nvme_root() -> Path:
-    """``~/.cache/lohan_fx`` or its equivalent: unlike ``/tmp`` rarely in RAM."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lohan_fx"
-
-
-def _remove_stale(root: Path) -> None:
-    """Remove what runs that were killed have left in the default place."""
-    for directory in root.glob("run-*-*"):
-        pid = directory.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _weights(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | None:
-    """The measured bandwidth of each directory, where the profile knows all of them."""
-    rates = {Path(d.directory).resolve(): d.mixed_bytes_per_s for d in hw.nvme if d.directory}
-    found = [rates.get(directory.resolve()) for directory in directories]
-    return [rate for rate in found if rate is not None] if None not in found else None

@@ -19,17 +19,16 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
-from lohan_fx.build_on_disk import in_file
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.optim import refuse_foreign_step
+from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import ResidentLimit
-from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -43,15 +42,6 @@ EXIT_TIMEOUT_S = 1.5
 
 class Prepared(Exception):
     """Raised in place of the first forward by ``prepare``: the graphs are linked, nothing has run."""
-
-
-@dataclasses.dataclass
-class Original:
-    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``)."""
-
-    places: list[tuple[nn.Module, str]]
-    dtype: torch.dtype
-    bytes: int
 
 
 class CompiledModel:
@@ -186,7 +176,7 @@ class CompiledModel:
             original(state_dict, prefix, local_metadata, *args)
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
-        self.engine.zero_grad()
+        self.engine.updates.drop()
         original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------
@@ -269,9 +259,9 @@ class CompiledModel:
         return self.engine.slots[slot].trainable
 
     def gradient(self, shell: Shell) -> HeldGradient | None:
-        if not self.engine.gradient_waits(shell.slot):
+        if not self.engine.updates.waits(shell.slot):
             return None
-        return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.settled_gradients)
+        return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.updates.settled_gradients)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture, plan and link for these inputs without running anything; the plan."""
@@ -333,26 +323,3 @@ class CompiledModel:
             self.engine.close(timeout_s=timeout_s)
         finally:
             self._cleanup()
-
-
-def slots_of(
-    model: nn.Module, compute_dtype: torch.dtype, first: Callable[[int], range]
-) -> dict[int, tuple[ParameterSlot, Original]]:
-    """One slot per distinct parameter of ``model``, in the order of ``named_parameters``; tied ones share it."""
-    found: dict[int, tuple[nn.Parameter, str, Original]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{prefix}.{name}" if prefix else name
-                nbytes = 0 if parameter.is_meta or in_file(parameter) else parameter.nbytes
-                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype, nbytes)))
-                entry[2].places.append((module, name))
-    slots: dict[int, tuple[ParameterSlot, Original]] = {}
-    for slot, (parameter, name, original) in zip(first(len(found)) if found else (), found.values(), strict=True):
-        trainable = parameter.requires_grad
-        master = torch.float32 if trainable else parameter.dtype
-        slots[slot] = (
-            ParameterSlot(slot, name, parameter.shape, compute_dtype, master, trainable),
-            original,
-        )
-    return slots

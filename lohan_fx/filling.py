@@ -14,9 +14,9 @@ from torch import nn
 
 from lohan_fx import process_memory
 from lohan_fx.build_on_disk import forget_pages
-from lohan_fx.compiled_model import Original
 from lohan_fx.errors import LohanError
 from lohan_fx.meta_init import Buffers, Initialize, has_meta, initialized
+from lohan_fx.original_parameters import Original
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.weight_files import StoredTensor

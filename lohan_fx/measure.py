@@ -31,9 +31,9 @@ from lohan_fx.hardware import DTYPES, HardwareProfile
 from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
-from lohan_fx.runtime.engine import SSD_THREADS
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.timeline import Timeline
 

@@ -64,9 +64,9 @@ class Adam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if self._engine is None:
             raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
-        if self._engine.options is not None:
+        if self._engine.updates.options is not None:
             raise ValueError("this model has an optimizer already: use that one, or compile the model again")
-        self._engine.options = self._options
+        self._engine.updates.options = self._options
         self._engine.micro_batches.declare(accumulation_steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Adam(torch.optim.Optimizer):
             )
         assert self._engine is not None
         now = [self._current(group) for group in self.param_groups]
-        for slot, used in self._engine.applied_with.items():
+        for slot, used in self._engine.updates.applied_with.items():
             index = self._group_of[slot]
             if used != now[index]:
                 raise StepError(
@@ -165,7 +165,7 @@ class Adam(torch.optim.Optimizer):
         """
         del set_to_none
         assert self._engine is not None
-        self._engine.zero_grad()
+        self._engine.updates.drop()
 
     # --- state_dict: torch's own format, so that it can be exchanged with torch.optim.AdamW -------------------
 

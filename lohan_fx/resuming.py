@@ -6,6 +6,7 @@ when the checkpoint was made are made anew from their masters, and every other b
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,15 @@ import torch
 from torch import nn
 
 from lohan_fx.errors import StoreError
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plain_json import decoded_tensor, encoded_tensor
+from lohan_fx.plan import Plan, Windows
 from lohan_fx.runtime.engine import Engine, slots_by_name
 from lohan_fx.runtime.generation_files import read_generations
-from lohan_fx.runtime.manifest import Manifest
+from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.runtime.store_arguments import check_directory
+from lohan_fx.store_directories import Directories, directories_for, is_temporary
 
 PARAMETERS = "parameters"
 _LOG = logging.getLogger(__name__)
@@ -38,7 +43,37 @@ def checkpoint_of_model(model: nn.Module, engine: Engine) -> dict[str, Any]:
     }
 
 
-def manifests_to_resume(directories: Sequence[Path], *, must_exist: bool) -> list[Manifest]:
+def to_resume(
+    nvme: Directories | None, hw: HardwareProfile, resume: bool | Directories, checkpoints: int
+) -> tuple[Directories | None, list[Manifest]]:
+    """The directories for the store, and the checkpoints there that it is to begin with."""
+    if not isinstance(resume, bool | str | Path | Sequence):
+        raise TypeError(f"resume_from_checkpoint is {resume!r}: expected True, a directory, or one per drive")
+    if type(checkpoints) is not int or not 0 <= checkpoints < MAX_SLOTS:
+        raise ValueError(f"checkpoints is {checkpoints!r}: expected how many to keep, 0 to {MAX_SLOTS - 1}")
+    if not resume and not checkpoints:
+        return nvme, []
+    named = not isinstance(resume, bool)
+    if not isinstance(resume, bool):
+        if nvme is not None:
+            raise ValueError("both nvme and resume_from_checkpoint name directories: name them in one place")
+        nvme = resume
+    if is_temporary(nvme, hw):
+        raise ValueError("checkpoints need directories that outlive this run: name them with nvme=")
+    if not resume:
+        return nvme, []
+    directories, _ = directories_for(nvme, hw)
+    for directory in directories:
+        check_directory(directory)
+    manifests = _manifests_in(directories, must_exist=named)
+    if manifests and checkpoints not in (0, manifests[-1].keep):
+        raise ValueError(
+            f"checkpoints={checkpoints}, but the run that is resumed keeps {manifests[-1].keep}: leave it out, it is kept"
+        )
+    return directories, manifests
+
+
+def _manifests_in(directories: Sequence[Path], *, must_exist: bool) -> list[Manifest]:
     """The checkpoints in ``directories``, oldest first. Raises ``StoreError`` where there are none and must be."""
     found = read_generations(directories)
     if not found and must_exist:
@@ -50,7 +85,18 @@ def manifests_to_resume(directories: Sequence[Path], *, must_exist: bool) -> lis
     return found
 
 
-def chunk_elements_of(manifest: Manifest) -> int:
+def as_on_disk(windows: Windows, manifest: Manifest, plan: Plan | None) -> Windows:
+    """The windows, with chunks as the states on disk are cut."""
+    chunk_elements = _chunk_elements_of(manifest)
+    if plan is not None and plan.windows.chunk_elements != chunk_elements:
+        raise ValueError(
+            f"the plan has chunks of {plan.windows.chunk_elements} elements, the checkpoint of {chunk_elements}: leave the "
+            "plan out, or make one with these chunks"
+        )
+    return dataclasses.replace(windows, chunk_elements=chunk_elements)
+
+
+def _chunk_elements_of(manifest: Manifest) -> int:
     """How the states on disk are cut, which a run cannot change. Raises ``StoreError``."""
     found = manifest.state.get("chunk_elements")
     if type(found) is not int or not 1024 <= found <= 1 << 31 or found & (found - 1):
@@ -107,7 +153,7 @@ def _check_parameters(engine: Engine, manifest: Manifest) -> None:
         raise ValueError(f"the checkpoint is of another model: this one has no {', '.join(sorted(saved)[:3])}")
     wanted: dict[str, int] = {}
     for slot in engine.slots.values():
-        wanted.update(slot.extents(chunk_elements_of(manifest)))
+        wanted.update(slot.extents(_chunk_elements_of(manifest)))
     if wanted != {name: record.nbytes for name, record in manifest.extents.items()}:
         raise StoreError(f"checkpoint {manifest.generation} has other extents than its parameters need: it is damaged")
 

@@ -1,6 +1,6 @@
 """simulated_machine: lanes, buffers, memory and rates of the machine that a step is simulated on.
 
-Mirrors what ``runtime/engine.py`` sets up from a plan's windows: the lanes and their threads, the priorities, and the
+Mirrors what ``runtime/machine.py`` sets up from a plan's windows: the lanes and their threads, the priorities, and the
 reservations of the host pool. Where parameters are so large that a step has more transfers than ``TRANSFERS``, several
 are simulated as one: totals and order stay, and a step takes within 3 % as long (docs/0011).
 """
@@ -18,7 +18,7 @@ from lohan_fx.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShe
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.plan import ParameterPlan, Plan, Tier
-from lohan_fx.runtime.engine import SSD_THREADS
+from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 
@@ -44,7 +44,7 @@ class MemoryPoint:
 
 
 class SimulatedMachine:
-    """What all parts of the simulated runtime share; ``runtime/machine.py``'s counterpart."""
+    """What all parts of the simulated runtime share."""
 
     def __init__(self, plan: Plan, hw: HardwareProfile, *, fused_adam: bool) -> None:
         self.plan, self.hw = plan, hw

@@ -1,6 +1,7 @@
-"""simulated_optimizer: the way of a gradient in the simulated runtime; mirrors ``runtime/out_of_core_optimizer.py``.
+"""simulated_optimizer: the way of a gradient in the simulated runtime; mirrors ``runtime/out_of_core_optimizer.py``
+and ``runtime/chunk_pipeline.py``.
 
-The order of acquiring, reading, updating and writing is that file's, method for method, because what overlaps what is
+The order of acquiring, reading, updating and writing is theirs, method for method, because what overlaps what is
 decided there. Gradients that the plan gives a home are held there until ``step``.
 """
 

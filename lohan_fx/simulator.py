@@ -132,7 +132,7 @@ def by_rates(plan: Plan, hw: HardwareProfile) -> NodeSeconds:
 
 def _is_fused(found: CompiledModel) -> bool:
     """Whether the model's optimizer is fused; without one it counts as such."""
-    options = found.engine.options
+    options = found.engine.updates.options
     trained = [slot for slot, parameter in found.engine.slots.items() if parameter.trainable]
     used = [options(slot) for slot in trained] if options is not None else []
     return all(one.fused for one in used if one is not None)

@@ -44,7 +44,7 @@ def commit_training(
     if engine.resumed is not None:
         raise StepError("the model was compiled from a checkpoint: call lohan_fx.resume(model, optimizer, ...) first")
     engine.before_reading()
-    if engine.holds_gradients():
+    if engine.updates.holds_any():
         raise StepError("a checkpoint was asked for between backward and optimizer.step(): ask after optimizer.step()")
     engine.store.keep_generations(keep or engine.store.keeps or 1)
     state = {
@@ -52,7 +52,7 @@ def commit_training(
         "optimizer": groups_of(optimizer),
         "step": optimizer.steps_done,
         "backwards": engine.micro_batches.expected,
-        "holds": engine.holds,
+        "holds": engine.updates.holds,
         "scheduler": None if parts.scheduler is None else encoded(parts.scheduler.state_dict(), "scheduler"),
         "loader": None if parts.loader is None else encoded(parts.loader.state_dict(), "loader"),
         "extra": encoded(parts.extra, "extra"),

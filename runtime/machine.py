@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from dataclasses import dataclass
 
 import torch
 
-from lohan_fx.runtime.device_link import DeviceLink
-from lohan_fx.runtime.host_pool import HostPool
+from lohan_fx.plan import Windows
+from lohan_fx.runtime.device_link import DeviceLink, link_to
+from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.runtime.timeline import Timeline
 
 # GPU-critical reads go before optimizer I/O (mechanisms c3.11); what frees device memory goes between.
@@ -18,6 +22,10 @@ FETCH_PRIORITY = 0
 SWAP_OUT_PRIORITY = 1
 STATE_READ_PRIORITY = 2
 STATE_WRITE_PRIORITY = 3
+
+SSD_THREADS = 3
+OTHER_THREADS = 2
+"""Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
 
 
 @dataclass
@@ -64,6 +72,41 @@ class Machine:
         for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
             lane.close(max(0.1, deadline_s - time.monotonic()))
         self.pool.close(force=True)
+
+
+def start_machine(
+    store: NvmeStore, device: torch.device, timeline: Timeline, windows: Windows, arena_bytes: int
+) -> Machine:
+    """The lanes of one model, and host memory for ``windows`` and for ``arena_bytes`` of activations."""
+    pool = HostPool(
+        {
+            "fetch": Reservation(windows.io_buffers, windows.io_bytes),
+            "swap_in": Reservation(windows.io_buffers, windows.io_bytes),
+            "swap_out": Reservation(windows.io_buffers, windows.io_bytes),
+            "gradients": Reservation(windows.optimizer_buffers, 4 * windows.chunk_elements),
+            "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
+            "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
+        },
+        pin=device.type == "cuda",
+    )
+    # A lane's copies use one thread each: the compute threads keep the cores. So does Adam, unless a GPU computes.
+    one_thread = functools.partial(use_threads, 1)
+    adam_threads = 1 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - OTHER_THREADS)
+    compute_threads = torch.get_num_threads()
+    machine = Machine(
+        store=store,
+        pool=pool,
+        link=link_to(device),
+        timeline=timeline,
+        ssd=Lane("ssd", threads=SSD_THREADS, initializer=one_thread),
+        h2d=Lane("h2d", initializer=one_thread),
+        d2h=Lane("d2h", initializer=one_thread),
+        cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
+        io_bytes=windows.io_bytes,
+    )
+    # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
+    torch.set_num_threads(compute_threads)
+    return machine
 
 
 def use_threads(threads: int) -> None:

@@ -20,7 +20,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,32 +28,22 @@ from typing import Any, Self
 import torch
 
 from lohan_fx.errors import LaneTimeout, StoreError
+from lohan_fx.runtime.extents import Extent, Extents
 from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, lock_directory, unlock_directory
 from lohan_fx.runtime.generation_files import generations_in, refuse_checkpoints
 from lohan_fx.runtime.generations import Generations
-from lohan_fx.runtime.host_pool import PAGE_BYTES, page_padded_bytes
+from lohan_fx.runtime.host_pool import page_padded_bytes
 from lohan_fx.runtime.in_time import InTime
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.store_arguments import check_directory, check_striping, log_buffered, memory_of
 from lohan_fx.runtime.store_file import StoreFile, reported_as_store_error
 from lohan_fx.runtime.store_space import take_space
-from lohan_fx.runtime.striping import Piece, parts_between, stripe_extent
-from lohan_fx.runtime.versions import Versions
+from lohan_fx.runtime.striping import Piece, parts_between
 
 DEFAULT_STRIPE_BYTES = 4 * 1024 * 1024
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """``chunk_bytes``: what is kept of it is kept by chunks of this size; None: scratch. ``versions`` once kept."""
-
-    nbytes: int
-    pieces: tuple[Piece, ...]
-    chunk_bytes: int | None = None
-    versions: Versions | None = None
 
 
 class NvmeStore:
@@ -79,13 +68,12 @@ class NvmeStore:
         temporary: bool = False,
     ) -> None:
         self._directories = [Path(directory) for directory in directories]
-        self._weights = [1.0] * len(directories) if weights is None else list(weights)
-        check_striping(self._directories, self._weights, stripe_bytes)
+        weights = [1.0] * len(directories) if weights is None else weights
+        check_striping(self._directories, weights, stripe_bytes)
         for directory in self._directories:
             check_directory(directory)
-        self._stripe_bytes = stripe_bytes
         self._backend: FileBackend = PosixBackend() if backend is None else backend
-        self._extents: dict[str, _Extent] = {}
+        self._extents = Extents(stripe_bytes, weights)
         self._allocating = threading.Lock()
         self._changed = threading.Condition()  # guards the four below
         self._active: list[str] = []
@@ -139,20 +127,9 @@ class NvmeStore:
         """
         with self._call("allocating extents"), self._allocating:
             ends = [file.nbytes for file in self._files]
-            added: dict[str, _Extent] = {}
-            chunks = chunk_bytes or {}
-            for name, nbytes in extents.items():
-                if name in self._extents:
-                    raise ValueError(
-                        f"allocate: {nbytes} bytes asked for extent {name!r}, which exists with "
-                        f"{self._extents[name].nbytes} bytes; allocate each name once"
-                    )
-                if nbytes < 0:
-                    raise ValueError(f"allocate: {nbytes} bytes asked for extent {name!r}; ask for at least 0")
-                pieces = stripe_extent(page_padded_bytes(nbytes), self._stripe_bytes, self._weights, ends)
-                added[name] = _Extent(nbytes, pieces, chunks.get(name))
+            added = self._extents.laid_out(extents, chunk_bytes or {}, ends)
             if self._generations is not None:
-                added = self._with_slots(added, self._generations.keep, ends)
+                added = self._extents.with_slots(added, self._generations.keep, ends)
                 for extent in added.values():
                     if extent.versions is not None:
                         extent.versions.blank()
@@ -160,7 +137,7 @@ class NvmeStore:
             self._take_space(ends)
             self._add(added)
 
-    def _tell_space(self, extents: Mapping[str, _Extent], keep: int) -> None:
+    def _tell_space(self, extents: Mapping[str, Extent], keep: int) -> None:
         """Before it is taken: what checkpoints cost in disk space."""
         states_bytes = sum(page_padded_bytes(e.nbytes) for e in extents.values() if e.versions is not None)
         if states_bytes:
@@ -173,23 +150,11 @@ class NvmeStore:
         take = partial(take_space, self._directories, self._files, ends, self._backend)
         self._in_time(take, f"preallocating in {self._where()}")
 
-    def _add(self, extents: Mapping[str, _Extent]) -> None:
-        # A new dict, never changed in place: readers look names up without the lock.
-        self._extents = {**self._extents, **extents}
+    def _add(self, extents: Mapping[str, Extent]) -> None:
+        self._extents.add(extents)
         for name, extent in extents.items():
             if self._generations is not None and extent.versions is not None:
                 self._generations.add(name, extent.nbytes, extent.versions)
-
-    def _with_slots(self, extents: Mapping[str, _Extent], keep: int, ends: list[int]) -> dict[str, _Extent]:
-        """The extents, those with chunks with ``keep`` more places each."""
-        found = dict(extents)
-        for name, extent in extents.items():
-            if extent.chunk_bytes is not None and extent.nbytes:
-                padded = page_padded_bytes(extent.nbytes)
-                more = [stripe_extent(padded, self._stripe_bytes, self._weights, ends) for _ in range(keep)]
-                versions = Versions(padded, extent.chunk_bytes, [extent.pieces, *more])
-                found[name] = replace(extent, versions=versions)
-        return found
 
     def keep_generations(self, keep: int) -> None:
         """From now on ``commit`` can make checkpoints, of which the last ``keep`` stay. Costs ``keep`` times the disk
@@ -209,7 +174,7 @@ class NvmeStore:
             if not 1 <= keep < MAX_SLOTS:
                 raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep}")
             ends = [file.nbytes for file in self._files]
-            extents = self._with_slots(self._extents, keep, ends)
+            extents = self._extents.with_slots(self._extents.all(), keep, ends)
             self._tell_space(extents, keep)
             self._take_space(ends)
             self._generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
@@ -238,11 +203,7 @@ class NvmeStore:
         if self._generations is None:
             raise ValueError("commit: keep_generations() was not called")
         with self._call("committing a checkpoint"):
-            ends = [0] * len(self._files)
-            for extent in self._extents.values():
-                for piece in (piece for slot in extent.versions.slots for piece in slot) if extent.versions else ():
-                    end = piece.file_offset_bytes + piece.nbytes
-                    ends[piece.file_index] = max(ends[piece.file_index], end)
+            ends = self._extents.kept_ends(len(self._files))
             try:
                 if verify:
                     self._verify(self._generations)
@@ -259,8 +220,8 @@ class NvmeStore:
 
     def _verify(self, generations: Generations) -> None:
         """A call per chunk: reading all may take longer than any one call is waited for."""
-        for name, extent in self._extents.items():
-            for chunk in extent.versions.fresh() if extent.versions is not None else ():
+        for name, versions in self._extents.kept():
+            for chunk in versions.fresh():
                 self._in_time(partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
@@ -270,10 +231,11 @@ class NvmeStore:
             raise StoreError(f"the checkpoints in {self._where()} changed while they were read: try again")
         self._generations = Generations(self._directories, self, self._backend, newest.keep)
         self._generations.resume(newest, manifests[:-1])
-        self._extents = {
-            name: _Extent(record.nbytes, record.slots[0], record.chunk_bytes, self._generations.versions(name))
+        kept = {
+            name: Extent(record.nbytes, record.slots[0], record.chunk_bytes, self._generations.versions(name))
             for name, record in newest.extents.items()
         }
+        self._extents.add(kept)
 
     def read(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
         """Fill ``buffer`` with ``nbytes`` of extent ``name`` from ``offset`` on, and on to the end of the last page.
@@ -285,7 +247,7 @@ class NvmeStore:
         with self._call(what):
             self._in_time(lambda: self._read(extent, name, offset, view, what), what)
 
-    def _read(self, extent: _Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+    def _read(self, extent: Extent, name: str, offset: int, view: memoryview, what: str) -> None:
         if self._generations is not None and extent.versions is not None:
             self._generations.read(extent.versions, offset, view, what)
             return
@@ -303,7 +265,7 @@ class NvmeStore:
         with self._call(what):
             self._in_time(lambda: self._write(extent, name, offset, view, what), what)
 
-    def _write(self, extent: _Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+    def _write(self, extent: Extent, name: str, offset: int, view: memoryview, what: str) -> None:
         if self._generations is None:
             self.write_pieces(extent.pieces, offset, view, what)
         elif extent.versions is not None:
@@ -385,14 +347,8 @@ class NvmeStore:
 
     def _asked(
         self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int
-    ) -> tuple[_Extent, memoryview, str]:
+    ) -> tuple[Extent, memoryview, str]:
         """Checks the arguments; the extent, the memory in whole pages, and the request in words."""
         what = f"{verb} {nbytes} bytes at {offset} of extent {name!r}"
-        extent = self._extents.get(name)
-        if extent is None:
-            raise ValueError(f"{what}: there is no such extent; allocate it first")
-        if offset % PAGE_BYTES or not 0 <= offset <= offset + nbytes <= extent.nbytes:
-            raise ValueError(
-                f"{what}, which has {extent.nbytes} bytes: stay inside, at an offset that is a multiple of {PAGE_BYTES}"
-            )
+        extent = self._extents.asked(name, offset, nbytes, what)
         return extent, memory_of(buffer, page_padded_bytes(nbytes), what, aligned=self._direct), what

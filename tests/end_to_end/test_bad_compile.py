@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx import store_directories
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.errors import CaptureError, InfeasiblePlan, StoreError
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
@@ -163,8 +164,7 @@ def test_the_default_directory_is_removed_with_what_killed_runs_left(
 
 def next_run() -> int:
     """The number of the next run in the default place."""
-    number = next(compile_module._run_numbers)
-    assert isinstance(number, int)
+    number = next(store_directories._run_numbers)
     return number
 
 

@@ -568,7 +568,7 @@ def test_an_interrupted_step_may_be_called_again(any_pair: Pair, monkeypatch: py
     pair = any_pair
     for seed in range(2):
         pair.model(batch(seed)).backward()
-        optimizer, barrier = pair.engine._optimizer, pair.engine._optimizer.barrier
+        optimizer, barrier = pair.engine.updates._optimizer, pair.engine.updates._optimizer.barrier
         calls = iter([seed == 0, False])  # after gradients are handed over: at the second barrier, or the first
 
         def interrupted(*args: Any, calls: Any = calls, barrier: Any = barrier) -> None:

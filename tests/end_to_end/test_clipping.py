@@ -90,7 +90,7 @@ def test_twenty_steps_are_bit_equal_to_plain(case: Case, clip: Clip, on_nvme: An
     model = case.build()
     with on_nvme(model):
         losses, norms = clipped(model, lohan_fx.AdamW(model.parameters(), lr=LR), case, 20, clip=clip)
-        assert compiled(model).engine.holds
+        assert compiled(model).engine.updates.holds
     assert norms == expected_norms
     assert_same(Run(losses, weights_of(model)), expected)
 
@@ -210,7 +210,7 @@ def test_a_step_returns_before_its_updates_and_a_fetch_waits_for_them(
         model(**vectors()).loss.backward()
         lohan_fx.clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
-        pending = [engine.slots[slot].name for slot in engine.slots if engine._optimizer.pending(slot) is not None]
+        pending = [engine.slots[slot].name for slot in engine.slots if engine.updates._optimizer.pending(slot) is not None]
         assert pending == ["up.weight", "down.weight"]
         forward = engine._stream.fetch
 
@@ -306,7 +306,7 @@ def test_without_clipping_updates_run_inside_the_backward(on_nvme: Any) -> None:
             model(**vectors()).loss.backward()
             assert compiled(model).engine.micro_batches.applied is applied
             optimizer.step()
-        assert not compiled(model).engine.holds
+        assert not compiled(model).engine.updates.holds
 
 
 # --- broken off -----------------------------------------------------------------------------------------------

@@ -418,8 +418,8 @@ def test_the_failure_keeps_no_frames_alive(rig: Rig) -> None:
     with pytest.raises(StoreError) as caught:
         rig.offer(0)
         rig.optimizer.barrier(PATIENCE_S)
-    assert rig.optimizer._error is not caught.value
-    assert str(rig.optimizer._error) == str(caught.value)
+    assert rig.optimizer._chunks._error is not caught.value
+    assert str(rig.optimizer._chunks._error) == str(caught.value)
     rig.optimizer.settle(PATIENCE_S)
     starts_over(rig)
 

@@ -1,0 +1,101 @@
+"""compile_arguments: what ``compile`` may be asked for, and the words by which it refuses the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lohan_fx.compiled_model import ATTRIBUTE
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta_init import Initialize
+from lohan_fx.plan import Plan
+from lohan_fx.policies import runnable
+from lohan_fx.problem import ParameterFacts
+from lohan_fx.shell import Shell
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_arguments(
+    model: nn.Module,
+    hw: HardwareProfile,
+    compute_dtype: torch.dtype,
+    policy: str,
+    plan: Plan | None,
+    initialize: Initialize | None,
+) -> None:
+    """Raises ``ValueError`` or ``TypeError`` for what is not a model, a machine or a wish that can be met."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile() takes a torch.nn.Module; got {type(model).__name__}")
+    if not isinstance(hw, HardwareProfile):
+        raise TypeError(
+            f"hw is a {type(hw).__name__}: expected HardwareProfile.measure(...), .load(...) or .preset(...)"
+        )
+    if hw.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
+    if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
+        raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
+    runnable(policy)
+    if compute_dtype not in _DTYPES:
+        raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
+    if not isinstance(plan, Plan | None):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}: expected a lohan_fx.Plan (Plan.from_json reads one), or None"
+        )
+    if plan is not None and plan.compute_dtype != str(compute_dtype).removeprefix("torch."):
+        raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
+    if initialize is not None and not callable(initialize):
+        raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
+    for name, parameter in parameters.items():
+        _check_parameter(name, parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, Shell):
+        raise ValueError(
+            f"parameter {name} is offloaded: the model that this is a part of is compiled already; lohan_fx.release it first"
+        )
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name} is of a lazy module and has no shape yet: call the model once before")
+    if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}, {parameter.layout}: make it a dense one of float32, bfloat16 or "
+            "float16 first"
+        )
+    if parameter.grad is not None:
+        raise ValueError(f"parameter {name} has a gradient, which would be lost: call model.zero_grad() first")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name} has a gradient hook, which would never run, because gradients go straight to the "
+            "optimizer: remove the hook"
+        )
+
+
+def check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) -> None:
+    """Raises ``InfeasiblePlan`` where the largest parameter and its gradient do not fit on the device."""
+    largest = max(facts, key=lambda p: p.bytes)
+    if 2 * largest.bytes > device_memory_bytes:
+        raise InfeasiblePlan(
+            f"parameter {largest.name} alone takes {largest.bytes:,} bytes, and as much for its gradient; the budget is "
+            f"{device_memory_bytes:,}, {2 * largest.bytes - device_memory_bytes:,} bytes short: allow more memory"
+        )
+
+
+def warn_if_measured_elsewhere(hw: HardwareProfile) -> None:
+    """Whom it concerns is the caller of ``compile``."""
+    if not hw.is_this_machine():
+        warnings.warn(
+            f"the hardware profile {hw.name!r} was not measured on this machine: plans and predictions are for that "
+            "one; HardwareProfile.measure(nvme=[...]) measures this one",
+            stacklevel=3,
+        )

@@ -1,0 +1,44 @@
+"""original_parameters: a model's parameters as ``compile`` finds them: each once, tied or not, with all its places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lohan_fx.build_on_disk import in_file
+from lohan_fx.runtime.slots import ParameterSlot
+
+
+@dataclass
+class Original:
+    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``)."""
+
+    places: list[tuple[nn.Module, str]]
+    dtype: torch.dtype
+    bytes: int
+
+
+def slots_of(
+    model: nn.Module, compute_dtype: torch.dtype, first: Callable[[int], range]
+) -> dict[int, tuple[ParameterSlot, Original]]:
+    """One slot per distinct parameter of ``model``, in the order of ``named_parameters``; tied ones share it."""
+    found: dict[int, tuple[nn.Parameter, str, Original]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                nbytes = 0 if parameter.is_meta or in_file(parameter) else parameter.nbytes
+                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype, nbytes)))
+                entry[2].places.append((module, name))
+    slots: dict[int, tuple[ParameterSlot, Original]] = {}
+    for slot, (parameter, name, original) in zip(first(len(found)) if found else (), found.values(), strict=True):
+        trainable = parameter.requires_grad
+        master = torch.float32 if trainable else parameter.dtype
+        slots[slot] = (
+            ParameterSlot(slot, name, parameter.shape, compute_dtype, master, trainable),
+            original,
+        )
+    return slots

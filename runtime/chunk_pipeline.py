@@ -1,0 +1,209 @@
+"""chunk_pipeline: chunks whose gradient is there, on their way through the lanes: states read, updated, written.
+
+One chunk's way: states from the store (ssd lane) -> update (cpu) -> states and the compute-dtype copy to the store (ssd).
+Reads run ahead of updates as far as there are buffers, and the read of chunk i-1 is queued before the write of chunk i
+(LoHan IV-C; Fuyou 4.3), so that reading, updating and writing of neighbouring chunks overlap each other and the backward.
+
+Guarantees: memory is the pool's "optimizer" reservation. Chunks are updated in the order in which they arrived. Every
+chunk that was expected is finished once, well or not. ``barrier`` returns once all are, or raises the first failure,
+after which nothing more is taken (``refuse_if_failed``) until ``settle``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import torch
+
+from lohan_fx.errors import LaneTimeout, StepError
+from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, wait_for_all
+from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.lanes import wait_hearing
+from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
+from lohan_fx.runtime.slots import Residency
+from lohan_fx.runtime.state_buffer import StateBuffer
+
+BARRIER_TIMEOUT_S = 3600.0
+
+
+class ChunkPipeline:
+    """Updates the chunks that ``arrive``. ``changed`` is notified whenever one is finished, and when one has failed."""
+
+    def __init__(self, machine: Machine, residency: Mapping[int, Residency]) -> None:
+        self._machine = machine
+        self._residency = residency
+        self.changed = threading.Condition()
+        self._unfinished = 0
+        self._arrived: deque[ChunkUpdate] = deque()
+        self._reading: deque[ChunkUpdate] = deque()
+        self._error: BaseException | None = None
+        self._error_raised = False
+
+    # --- for those who hand over chunks -----------------------------------------------------------------------
+
+    def expect(self, chunks: int) -> None:
+        """``barrier`` waits for so many more. Raises where an earlier one has failed."""
+        with self.changed:
+            self.refuse_if_failed()
+            self._unfinished += chunks
+
+    def arrive(self, job: ChunkUpdate) -> None:
+        """The gradient of an expected chunk is there, on the host."""
+        with self.changed:
+            # Reading may start here and now unless older jobs still wait for a buffer: they come first.
+            queue = self._reading if not self._arrived and self._start_reading(job) else self._arrived
+            queue.append(job)
+            try:
+                self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
+            except BaseException:
+                queue.pop()
+                raise
+
+    @contextmanager
+    def finished_if_failing(self, job: ChunkUpdate) -> Iterator[None]:
+        """What fails within is the end of ``job``."""
+        try:
+            yield
+        except BaseException as error:
+            self._finished(job, error)
+            raise
+
+    @contextmanager
+    def no_job_lost(self) -> Iterator[None]:
+        """What fails in here leaves a job that will never finish: those who wait for it must hear of it."""
+        try:
+            yield
+        except BaseException as error:
+            with self.changed:
+                self._error = self._error or error
+                self.changed.notify_all()
+            raise
+
+    # --- for those who wait -----------------------------------------------------------------------------------
+
+    def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        """Wait until every expected chunk is finished; raises the first failure."""
+        with self.changed:
+            self.wait(lambda: self._unfinished == 0, timeout_s)
+            self.refuse_if_failed()
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        """Wait until ``ready``, which only what notifies ``changed`` can make it; raises where a chunk fails before."""
+        over = functools.partial(self.changed.wait_for, lambda: ready() or self._error is not None)
+        if not wait_hearing(over, timeout_s):
+            raise LaneTimeout(f"waited {timeout_s:g} s for the optimizer: {self._unfinished} chunks are unfinished")
+        self.refuse_if_failed()
+
+    def refuse_if_failed(self) -> None:
+        """Raises the first failure once, and from then on ``StepError``."""
+        if self._error is not None and not self._error_raised:
+            self._error_raised = True
+            # A copy: the traceback of what is raised holds the tensors of the whole backward, and we keep the original.
+            raise copy.copy(self._error)
+        if self._error is not None:
+            raise StepError(
+                f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
+                "load_state_dict of model and optimizer, or compile again"
+            ) from self._error
+
+    def settle(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        """After a failure: wait until the lanes have let go of everything, and forget the failure."""
+        self._machine.drain(timeout_s)
+        with self.changed:
+            for job in (*self._arrived, *self._reading):
+                job.let_gradient_go()
+                if job.states is not None:
+                    job.states.buffer.release()
+            self._arrived.clear()
+            self._reading.clear()
+            self._error, self._error_raised = None, False
+            self._unfinished = 0
+
+    # --- on the cpu lane: one call per job, in order ----------------------------------------------------------
+
+    def _advance(self) -> None:
+        with self.no_job_lost(), self.changed:
+            while self._arrived and self._start_reading(self._arrived[0]):
+                self._reading.append(self._arrived.popleft())
+            job = self._reading.popleft() if self._reading else self._arrived[0]
+        with self.finished_if_failing(job):
+            if job.states is None:
+                self._read_into(job, self._wait_for_buffer())
+            self._process(job)
+
+    def _wait_for_buffer(self) -> Buffer:
+        """A buffer for the oldest job. It stands in the queue meanwhile, so that no younger one takes the buffer and
+        then waits behind it for ever."""
+        try:
+            return self._machine.pool.acquire("optimizer")
+        finally:
+            with self.changed:
+                self._arrived.popleft()
+
+    def _start_reading(self, job: ChunkUpdate) -> bool:
+        """Start the reads of ``job`` if a buffer is free. Called with the lock held, so that jobs stay in order."""
+        buffer = self._machine.pool.try_acquire("optimizer")
+        if buffer is None:
+            return False
+        self._read_into(job, buffer)
+        return True
+
+    def _read_into(self, job: ChunkUpdate, buffer: Buffer) -> None:
+        machine, chunk = self._machine, job.chunk
+        resident = self._residency[chunk.parameter.slot]
+        job.states = StateBuffer(buffer, chunk, resident, job.held, updates=job.updates, adds=job.adds)
+        try:
+            for extent, offset, memory, nbytes in job.states.to_read():
+                read = functools.partial(machine.read, extent, offset, memory, nbytes)
+                job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
+        except BaseException as error:  # raised when it is this job's turn: another one may be at work here
+            job.failure = error
+
+    def _process(self, job: ChunkUpdate) -> None:
+        machine, states = self._machine, job.states
+        assert states is not None
+        wait_for_all(job.reads)
+        if job.failure is not None:
+            raise job.failure
+        job.compute(self._machine, job.arrived())
+        job.let_gradient_go()
+        writes = states.to_write()
+        done = Countdown(len(writes), functools.partial(self._written, job))
+        for extent, offset, memory, nbytes in writes:
+            write = functools.partial(self._write, job, done, extent, offset, memory, nbytes)
+            machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {extent}")
+        if not writes:
+            self._finished(job, None)
+
+    def _write(
+        self, job: ChunkUpdate, done: Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int
+    ) -> None:
+        try:
+            self._machine.write(extent, offset, memory, nbytes)
+        except BaseException as error:
+            job.failure = error
+            raise
+        finally:
+            done.one_less()
+
+    def _written(self, job: ChunkUpdate) -> None:
+        self._finished(job, job.failure)
+
+    def _finished(self, job: ChunkUpdate, error: BaseException | None) -> None:
+        """The job is over, well or not: give back its buffers and count it."""
+        with suppress(Exception):
+            wait_for_all(job.reads)
+        job.let_gradient_go()
+        if job.states is not None:
+            job.states.buffer.release()
+        with self.changed:
+            self._error = self._error or error
+            self._unfinished -= 1
+            self.changed.notify_all()
+        if job.update is not None:
+            job.update.part_done(error)

@@ -1,0 +1,210 @@
+"""step_updates: what becomes of the gradients of a step: applied in the backward that made them, or held until ``step``.
+
+Guarantees: a gradient is applied in the backward only where no other one of the same step follows (``micro_batches``), and
+nothing asks for gradients in between (``holds``). What is held is applied by ``finish_step``, with what the hyper-parameters
+are then. An update that fails tears the step, also where it runs beside the next forward.
+
+Assumes: as ``engine``, one thread, and calls in the order of a training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from lohan_fx.errors import StepError
+from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.chunk_update import Purpose
+from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.micro_batches import MicroBatches
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
+from lohan_fx.runtime.slots import ParameterSlot
+
+Options = Callable[[int], AdamOptions | None]
+"""slot -> the hyper-parameters of its update now; None where the optimizer was not given that parameter."""
+
+
+class StepUpdates:
+    """The updates of the step under way, of all parameters of one model.
+
+    ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
+    ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014).
+    """
+
+    def __init__(
+        self, slots: Mapping[int, ParameterSlot], gradients: HeldGradients, micro_batches: MicroBatches
+    ) -> None:
+        self._slots = slots
+        self._gradients = gradients
+        self._micro_batches = micro_batches
+        self.options: Options | None = None
+        self.applied_with: dict[int, AdamOptions] = {}
+        self.holds = False
+        self._fetched: dict[int, None] = {}
+        self._applying = self._holding = False
+        self._optimizer: OutOfCoreOptimizer | None = None
+        self._in_place = False
+
+    def connect(self, optimizer: OutOfCoreOptimizer, *, shares_memory: bool) -> None:
+        """What updates is there. ``shares_memory``: host and device have one, so that a gradient can be held as it is."""
+        self._optimizer = optimizer
+        self._in_place = shares_memory
+
+    # --- a step's gradients arrive ----------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        self._fetched.clear()
+
+    def fetched(self, slot: int) -> None:
+        """The forward has asked for ``slot``: the order in which updates beside the next one are wanted."""
+        self._fetched.setdefault(slot)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward. Raises ``StepError`` where its gradients could not be applied to this step."""
+        if self.options is None:
+            raise StepError(
+                "backward was called before there is an optimizer for the offloaded parameters: create "
+                "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
+            )
+        if self._gradients.scaled():
+            raise StepError(
+                "backward was called after the gradients of this step were clipped or unscaled: clip after the last backward, "
+                "and call optimizer.step(), or zero_grad() where a step is skipped, before the next one"
+            )
+        self._applying = self._micro_batches.backward_begins()
+        try:
+            yield
+        except BaseException as error:
+            self._micro_batches.backward_failed(error)
+            self.failed(error)
+            raise
+        finally:
+            self._applying = False
+            self._micro_batches.forward_closes()
+        self._micro_batches.backward_ends()
+
+    def settle_held(self) -> None:
+        """Before a backward: what is held may be on its way to NVMe, and this one's gradients are added to it."""
+        if self._holding:
+            self._ready().barrier()
+
+    def take(self, slot: int, gradient: torch.Tensor) -> None:
+        """The gradient of ``slot`` is there."""
+        assert self.options is not None
+        options = self.options(slot)
+        if options is None:
+            return
+        if self._applying and not self.holds and not self._gradients.applied_late(slot):
+            self._micro_batches.gradient_applied()
+            self.applied_with[slot] = options
+            self._ready().offer(slot, gradient, Purpose.APPLY, options)
+            return
+        self._holding = True
+        expected = self._micro_batches.expected
+        measures = (self.holds or expected is None) and expected in (None, 1)
+        alone = self.holds and expected == 1
+        if not self._gradients.take_in(slot, gradient, alone=alone, measures=measures, in_place=self._in_place):
+            self._ready().offer(slot, gradient, Purpose.HOLD, None)
+
+    # --- between the last backward and ``step`` ---------------------------------------------------------------
+
+    def holds_any(self) -> bool:
+        """Whether there are gradients that ``step`` has not counted yet."""
+        return not self._micro_batches.torn and (self._micro_batches.applied or self._holding)
+
+    def waits(self, slot: int) -> bool:
+        """Whether there is a gradient of ``slot`` that waits for ``step``. Raises ``StepError`` where there was one, and it
+        has been applied already."""
+        if self._micro_batches.torn:
+            return False
+        if self._micro_batches.applied and not self._gradients.holds(slot):
+            raise StepError(
+                f"the gradient of {self._slots[slot].name} was asked for, but it went to the optimizer inside the backward: to "
+                "clip, unscale or read gradients, compile with lohan_fx.compile(..., hold_gradients=True)"
+            )
+        return self._gradients.holds(slot)
+
+    def settled_gradients(self, *, hold_from_now_on: bool = True) -> HeldGradients:
+        """What is held, once all of it is in place; from now on all steps hold their gradients."""
+        self.holds = self.holds or hold_from_now_on
+        self._ready().barrier()
+        return self._gradients
+
+    def drop(self) -> None:
+        """Forget the gradients that are held. Raises ``StepError`` where they have been applied already."""
+        self._micro_batches.gradients_dropped()
+        if self._holding:
+            self.finish_updates()
+            # A failure to hold them is forgotten with them: no parameter has changed.
+            self.settle()
+        if not self._micro_batches.torn:
+            self.forget()
+
+    # --- ``step``, and after it -------------------------------------------------------------------------------
+
+    def finish_step(self) -> Collection[int]:
+        """Apply what is held, and wait until all is in place; the slots that were updated.
+
+        Where gradients are held anyway, the updates are only begun, in the order in which the next forward will want the
+        parameters; what they are made of is fixed here. May be called again if it was interrupted.
+        """
+        assert self.options is not None
+        optimizer = self._ready()
+        try:
+            optimizer.barrier()
+            # Also after an update in the backward: that of another micro-batch may have reached more parameters.
+            for slot in self._to_apply():
+                options = self.options(slot)
+                if options is not None:
+                    self._micro_batches.gradient_applied()
+                    self.applied_with[slot] = options
+                    optimizer.apply_held(slot, options)
+            if not self.holds:
+                optimizer.barrier()
+        except Exception as error:
+            self._micro_batches.backward_failed(error)
+            self.failed(error)
+            raise
+        updated = list(self.applied_with)
+        self.forget()
+        self._micro_batches.step_ends()
+        return updated
+
+    def _to_apply(self) -> list[int]:
+        """The slots whose gradients are held: first those that are updated at once, then as the forward fetched them."""
+        held = [slot for slot in self._slots if self._gradients.holds(slot)]
+        order = {slot: place for place, slot in enumerate(self._fetched)}
+        return sorted(held, key=lambda slot: (not self._ready().updated_here(slot), order.get(slot, len(order))))
+
+    def finish_updates(self) -> None:
+        """Wait for the updates that ``finish_step`` began."""
+        if self._optimizer is None:
+            return
+        try:
+            self._optimizer.finish_updates()
+        except Exception as error:
+            self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        """Where an update of the step before is among what failed, parameters of two steps are mixed."""
+        if self._optimizer is not None and self._optimizer.update_failed():
+            self._micro_batches.update_failed(error)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, whatever has become of it, and forget what failed."""
+        if self._optimizer is not None:
+            self._optimizer.settle()
+
+    def forget(self) -> None:
+        """The gradients of this step are applied, on their way to be, or dropped."""
+        self._gradients.forget()
+        self.applied_with.clear()
+        self._holding = False
+
+    def _ready(self) -> OutOfCoreOptimizer:
+        assert self._optimizer is not None, "a gradient came before the first plan"
+        return self._optimizer
