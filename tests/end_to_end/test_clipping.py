@@ -210,7 +210,9 @@ def test_a_step_returns_before_its_updates_and_a_fetch_waits_for_them(
         model(**vectors()).loss.backward()
         lohan_fx.clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
-        pending = [engine.slots[slot].name for slot in engine.slots if engine.updates._optimizer.pending(slot) is not None]
+        pending = [
+            engine.slots[slot].name for slot in engine.slots if engine.updates._optimizer.pending(slot) is not None
+        ]
         assert pending == ["up.weight", "down.weight"]
         forward = engine._stream.fetch
 
