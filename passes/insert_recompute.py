@@ -3,7 +3,7 @@
 Requires: halves from ``partition``.
 Ensures: exactly what the plan keeps or swaps crosses (values that nothing reads any more are dropped), beside
 inputs and outputs; each recomputed op stands once in the backward, named ``recompute_*``, right before the first
-node that needs it or one of its results. Random ops are never replayed.
+node that needs it or one of its results. Random ops are never replayed. Constants are in both halves.
 
     backward(a, ...):  use(a)     ->     backward(x, ...):  recompute_a = op(x);  use(recompute_a)
 """
@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterable
 
 from torch.fx import GraphModule, Node
+from torch.fx.graph_module import _copy_attr
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
@@ -89,6 +90,8 @@ class _Cloner:
                 "its outputs must be kept or swapped"
             )
         graph = self._backward.graph
+        if node.op == "get_attr":  # a constant of the model's code, which belongs to the half that reads it
+            _copy_attr(self._halves.forward, self._backward, str(node.target))
         # A part is taken out at once: until the last one is, the tuple holds them all.
         part_of = self._available[node.all_input_nodes[0].name] if node.target is operator.getitem else None
         with graph.inserting_after(part_of) if part_of else graph.inserting_before(before):

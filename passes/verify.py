@@ -104,7 +104,7 @@ def _returns_the_same(halves: Halves, plan: Plan, after: str) -> None:
 
 def _value_name(node: Node) -> str:
     """The name in the captured graph of the value that ``node`` holds."""
-    if node.op != "call_function":
+    if node.op not in ("call_function", "get_attr"):
         return node.name
     if node.target is ops.SWAP_OUT:
         return str(meta.origin(node))

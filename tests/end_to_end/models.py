@@ -101,6 +101,16 @@ def opt() -> nn.Module:
     )  # fmt: skip
 
 
+def t5() -> nn.Module:
+    """An encoder and a decoder that share their embedding, and positions as a bias of the first block's attention."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.1,
+            decoder_start_token_id=0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
 def vit() -> nn.Module:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
@@ -108,6 +118,18 @@ def vit() -> nn.Module:
             patch_size=4, num_labels=10,
         )
     )  # fmt: skip
+
+
+def pairs_of_texts() -> Batch:
+    """Of two lengths: what follows the end is masked in the first texts, and no label in the second."""
+    found = {
+        "input_ids": torch.randint(0, VOCABULARY, (BATCH, TOKENS)),
+        "attention_mask": torch.ones(BATCH, TOKENS, dtype=torch.long),
+        "labels": torch.randint(0, VOCABULARY, (BATCH, TOKENS // 2)),
+    }
+    found["attention_mask"][0, -4:] = 0
+    found["labels"][1, -3:] = -100
+    return found
 
 
 def images() -> Batch:
@@ -126,6 +148,7 @@ GPT2 = Case("gpt2", gpt2, tokens)
 GPT2_SHALLOW = Case("gpt2-shallow", lambda: gpt2(layers=1), tokens)
 LLAMA = Case("llama", llama, tokens)
 OPT = Case("opt", opt, tokens)
+T5 = Case("t5", t5, pairs_of_texts)
 VIT = Case("vit", vit, images)
 DIT = Case("dit", DiffusionTransformer, diffusion)
 PERCEPTRON = Case("perceptron", Perceptron, vectors)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import lohan_fx
-from lohan_fx import problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
@@ -28,23 +27,6 @@ MAX_NORM = 0.5
 """All steps of these models are clipped by it."""
 
 Clip = Callable[..., torch.Tensor]
-
-
-@pytest.fixture
-def little_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All matrices of these models are small enough to stay in memory whatever the plan; here only norms and biases are."""
-    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 256)
-
-
-@pytest.fixture
-def on_nvme(hw: HardwareProfile, tmp_path: Path) -> Callable[..., Any]:
-    """``with on_nvme(model) as model:`` streams it, with parameters and states of its matrices on NVMe."""
-
-    def compile_it(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        options = {"policy": "lohan-ds", "host_memory": "2GiB", **options}
-        return lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, compute_dtype=dtype, **options))
-
-    return compile_it
 
 
 def clipped(

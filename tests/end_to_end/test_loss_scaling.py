@@ -7,8 +7,6 @@ there. It is traced by ``aot_eager``, as for bf16; with the same fp16 kernels th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,8 @@ import torch
 from torch import nn
 
 import lohan_fx
-from lohan_fx import problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
-from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.models import LLAMA, PERCEPTRON, Case, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weights_of
 
@@ -27,20 +23,6 @@ pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
 
 GROWTH_STEPS = 3
 MAX_NORM = 0.5
-
-
-@pytest.fixture
-def little_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 256)
-
-
-@pytest.fixture
-def on_nvme(hw: HardwareProfile, tmp_path: Path) -> Callable[..., Any]:
-    def compile_it(model: nn.Module, dtype: torch.dtype = torch.float16, **options: Any) -> Any:
-        options = {"policy": "lohan-ds", "host_memory": "2GiB", **options}
-        return lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, compute_dtype=dtype, **options))
-
-    return compile_it
 
 
 class MasterAdamW16(MasterAdamW):
@@ -86,7 +68,7 @@ def test_fp16_is_bit_equal_to_its_recipe(case: Case, clipped: bool, on_nvme: Any
     call = torch.compile(reference, backend="aot_eager", dynamic=False)
     expected = scaled_steps(call, master, case, 8, clips=list(master.masters.values()) if clipped else None)
     torch._dynamo.reset()
-    with on_nvme(model):
+    with on_nvme(model, torch.float16):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
         found = scaled_steps(model, optimizer, case, 8, clips=list(model.parameters()) if clipped else None)
     assert found == expected
@@ -98,7 +80,7 @@ def test_fp16_is_bit_equal_to_its_recipe(case: Case, clipped: bool, on_nvme: Any
 
 @pytest.mark.parametrize("scaler_of", [lohan_fx.GradScaler, torch.amp.GradScaler], ids=["ours", "torch's"])
 def test_a_step_that_overflows_changes_nothing_and_writes_nothing(scaler_of: Any, on_nvme: Any) -> None:
-    with on_nvme(PERCEPTRON.build()) as model:
+    with on_nvme(PERCEPTRON.build(), torch.float16) as model:
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
         scaler = scaler_of("cpu", init_scale=64.0)
         scaled_steps(model, optimizer, PERCEPTRON, 2, scaler=scaler)
@@ -136,7 +118,7 @@ def test_several_backwards_are_summed_scaled_and_unscaled_once(on_nvme: Any) -> 
     master = MasterAdamW16(reference, lr=LR)
     run(torch.compile(reference, backend="aot_eager", dynamic=False), master)
     torch._dynamo.reset()
-    with on_nvme(model):
+    with on_nvme(model, torch.float16):
         run(model, lohan_fx.AdamW(model.parameters(), lr=LR))
     assert_same_weights(weights_of(model), {name: m.detach() for name, m in master.masters.items()})
 

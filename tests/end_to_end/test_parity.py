@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx import problem
 from lohan_fx.budgets import choose_windows, fixed_bytes, parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
-from tests.end_to_end.models import CASES, GPT2, Case
+from tests.end_to_end.models import CASES, GPT2, T5, Case
 from tests.end_to_end.recipes import Run, assert_same, plain, plain_bf16, streamed, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -51,12 +50,6 @@ def _matrix(often: Mapping[str, Collection[str]], policies: Sequence[str] = FORC
     ]
 
 
-@pytest.fixture
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All matrices of these models are small enough to stay in memory whatever the plan; here only norms are."""
-    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 256)
-
-
 @pytest.mark.parametrize(("case", "policy"), _matrix(OFTEN))
 def test_forced_policies_are_bit_equal_to_eager(case: Case, policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
     found = streamed(case, hw, tmp_path, policy=policy)
@@ -64,7 +57,15 @@ def test_forced_policies_are_bit_equal_to_eager(case: Case, policy: str, hw: Har
     assert _does(found.plan, policy)
 
 
-@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize(("policy", "dtype"), [("recompute", torch.float32), ("swap-nvme", torch.bfloat16)])
+def test_an_encoder_with_a_decoder(policy: str, dtype: torch.dtype, hw: HardwareProfile, tmp_path: Path) -> None:
+    """T5: a shared embedding, positions as a bias, and constants in the graph, recomputed as all else is."""
+    found = streamed(T5, hw, tmp_path, dtype=dtype, policy=policy)
+    assert_same(found, plain(T5) if dtype is torch.float32 else plain_bf16(T5, backend="aot_eager"))
+    assert _does(found.plan, policy)
+
+
+@pytest.mark.usefixtures("little_is_small")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_searched_plans_are_bit_equal_to_eager(case: Case, hw: HardwareProfile, tmp_path: Path) -> None:
     loose = streamed(case, hw, tmp_path, host_memory=LOOSE)
@@ -78,7 +79,7 @@ def test_searched_plans_are_bit_equal_to_eager(case: Case, hw: HardwareProfile, 
     assert {p.home for p in tight.plan.parameters} == {Tier.DEVICE, Tier.NVME}
 
 
-@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.usefixtures("little_is_small")
 def test_the_promise_that_a_refusal_names_is_enough_and_exact(hw: HardwareProfile, tmp_path: Path) -> None:
     with pytest.raises(InfeasiblePlan) as refused:
         streamed(GPT2, hw, tmp_path, host_memory=_fixed_bytes(len(list(GPT2.build().parameters()))) + 4096)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import lohan_fx
-from lohan_fx import problem
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import OptimizerTiming, Plan, Recompute, Swap, Tier
@@ -69,12 +68,6 @@ OFTEN = {"gpt2": RUNNABLE, "llama": ["zero-infinity", "gemini", "flashneuron", "
 """What a quick run tries; the rest is marked slow."""
 
 plain_once = functools.cache(plain)
-
-
-@pytest.fixture
-def little_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All matrices of these models are small enough to stay in memory whatever the plan; here only norms and biases are."""
-    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 256)
 
 
 @dataclass(frozen=True)

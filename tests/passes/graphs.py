@@ -111,6 +111,18 @@ class Branches(nn.Module):
         return middle, torch.exp(torch.tanh(middle + 1).sin()).sum()
 
 
+class Constants(nn.Module):
+    """Its code makes tensors of numbers, which the graph holds as attributes of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * torch.tensor([0.5, 1.0, -2.0, 3.0])
+        return torch.where(x > 0.0, torch.sin(self.second(x)), torch.tensor(-3.0)).sum()
+
+
 # --- what AOTAutograd makes of them ---------------------------------------------------------------------------
 
 
@@ -185,6 +197,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "dropout": lambda: (_seeded(lambda: Transformer(blocks=2, rate=0.25)), _tokens()),
     "tied": lambda: (_seeded(lambda: Transformer(blocks=1, tied=True)), _tokens()),
     "branches": lambda: (_seeded(Branches), torch.linspace(-1, 1, 12).view(3, 4)),
+    "constants": lambda: (_seeded(Constants), torch.linspace(-1, 1, 12).view(3, 4)),
 }
 
 

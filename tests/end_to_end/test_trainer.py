@@ -1,0 +1,113 @@
+"""``transformers.Trainer`` trains a compiled model: as it is, clipping as it does by default, with plain PyTorch's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.errors import StepError
+from tests.end_to_end.models import GPT2_SHALLOW, TOKENS, VOCABULARY
+from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+
+pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
+
+EXAMPLES = 22
+"""With batches of 2 and 3 of them per step: the last step of an epoch has 2 backwards, and the last batch is whole."""
+
+Logs = list[dict[str, float]]
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCABULARY, (EXAMPLES, TOKENS), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@pytest.fixture
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not where ``leak_check`` looks: what the Trainer saves stays."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture
+def trainer(outputs: Path) -> Callable[..., transformers.Trainer]:
+    def make(model: nn.Module, optimizer: Any, **arguments: Any) -> transformers.Trainer:
+        settings = transformers.TrainingArguments(
+            output_dir=str(outputs),
+            per_device_train_batch_size=2,
+            learning_rate=LR,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **{"save_strategy": "no", "num_train_epochs": 1, **arguments},
+        )
+        return transformers.Trainer(model, settings, train_dataset=examples(), optimizers=(optimizer, None))
+
+    return make
+
+
+def logged(trained: transformers.Trainer) -> Logs:
+    """Loss, norm of the gradients and learning rate of every step."""
+    kept = ("loss", "grad_norm", "learning_rate")
+    return [{name: entry[name] for name in kept} for entry in trained.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="as it comes"),
+        pytest.param({"gradient_accumulation_steps": 3, "num_train_epochs": 2}, id="accumulating"),
+        pytest.param({"max_grad_norm": 0.0}, id="not clipping"),
+    ],
+)
+def test_the_numbers_are_those_of_plain_pytorch(arguments: dict[str, Any], trainer: Any, on_nvme: Any) -> None:
+    plain = GPT2_SHALLOW.build()
+    expected = trainer(plain, torch.optim.AdamW(plain.parameters(), lr=LR), **arguments)
+    expected.train()
+    with on_nvme(GPT2_SHALLOW.build()) as model:
+        found = trainer(model, lohan_fx.AdamW(model.parameters(), lr=LR), **arguments)
+        found.train()
+    assert logged(found) == logged(expected)
+    assert len(logged(found)) >= 8 and (arguments or any(log["grad_norm"] > 1.0 for log in logged(found)))
+    assert_same_weights(weights_of(model), weights_of(plain))
+
+
+def test_a_checkpoint_of_the_trainer_is_resumed_bit_by_bit(trainer: Any, on_nvme: Any) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    with on_nvme(GPT2_SHALLOW.build()) as model:
+        whole = trainer(model, lohan_fx.AdamW(model.parameters(), lr=LR), **saves)
+        whole.train()
+    expected = weights_of(model)
+    with on_nvme(GPT2_SHALLOW.build()) as model:
+        again = trainer(model, lohan_fx.AdamW(model.parameters(), lr=LR), **saves)
+        again.train(resume_from_checkpoint=str(Path(whole.args.output_dir, "checkpoint-4")))
+    assert logged(again) == logged(whole)
+    assert_same_weights(weights_of(model), expected)
+
+
+def test_evaluation_and_saving(trainer: Any, on_nvme: Any, outputs: Path) -> None:
+    with on_nvme(GPT2_SHALLOW.build()) as model:
+        trained = trainer(model, lohan_fx.AdamW(model.parameters(), lr=LR), max_steps=2)
+        trained.train()
+        loss = trained.evaluate(examples()[:4])["eval_loss"]
+        trained.save_model(str(outputs / "saved"))
+    saved = type(model).from_pretrained(outputs / "saved").eval()
+    assert_same_weights(weights_of(saved), weights_of(model))
+    again = trainer(saved, None).evaluate(examples()[:4])["eval_loss"]
+    assert loss == pytest.approx(again, rel=1e-5)  # an inference graph rounds elsewhere than eager
+
+
+def test_without_our_optimizer_it_says_what_to_do(trainer: Any, on_nvme: Any) -> None:
+    with on_nvme(GPT2_SHALLOW.build()) as model:
+        with pytest.raises(StepError, match=r"create lohan_fx\.AdamW"):
+            trainer(model, None, max_steps=1).train()
+        assert compiled(model).engine.updates.options is None
