@@ -3,8 +3,10 @@
     python benchmarks/io.py [--rounds 5 --seconds 2] [--save]
 
 Ours: ``NvmeStore`` with the ssd lane's threads and a chunk's requests as the optimizer makes them. fio's: O_DIRECT, the
-best of several engines, block sizes and depths, found first; the mixed one reads and writes in the optimizer's shares.
-Over one directory and over two. Bar: at least 95% of fio in all three, over one directory. Needs ``fio`` on the PATH.
+best of several engines, block sizes, depths and pages (huge ones need ``sysctl vm.nr_hugepages=64``), found first; the
+mixed one reads and writes in the optimizer's shares.
+Over one directory and over two; ours also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all
+three, over one directory. Needs ``fio`` on the PATH.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import functools
 import itertools
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -62,14 +65,16 @@ class Rate:
     cpu_s_per_gb: float
 
 
-def ours(kind: str, directories: Sequence[Path], seconds: float) -> Rate:
-    """The store at work for so long."""
+def ours(kind: str, directories: Sequence[Path], seconds: float, *, huge: bool = True) -> Rate:
+    """The store at work for so long, with buffers on huge pages as the runtime's are, or on small ones."""
     largest = max(nbytes for _, nbytes in MOVES[kind])
     with (
         NvmeStore(directories) as store,
         HostPool({"io": Reservation(SSD_THREADS, largest)}) as pool,
         Lane("ssd", threads=SSD_THREADS) as lane,
     ):
+        if not huge and pool._region is not None:
+            pool._region.madvise(mmap.MADV_NOHUGEPAGE)
         store.allocate({"a": FILE_BYTES})
         with pool.acquire("io") as buffer:
             buffer.tensor.fill_(1)
@@ -111,13 +116,15 @@ def _cpu_s() -> float:
     return times.user + times.system
 
 
-def fio(kind: str, directories: Sequence[Path], seconds: float, engine: str, block: str, jobs: int, depth: int) -> Rate:
+def fio(
+    kind: str, directories: Sequence[Path], seconds: float, engine: str, block: str, jobs: int, depth: int, memory: str
+) -> Rate:
     """What fio reaches with these settings."""
     files = ":".join(str(directory / "fio.bin") for directory in directories)
     command = [
         "fio", "--name=x", f"--filename={files}", f"--filesize={FILE_BYTES // len(directories)}", "--direct=1",
-        f"--ioengine={engine}", f"--bs={block}", f"--numjobs={jobs}", f"--iodepth={depth}", "--group_reporting",
-        "--time_based", f"--runtime={seconds}", "--output-format=json", "--offset_increment=64m",
+        f"--ioengine={engine}", f"--bs={block}", f"--numjobs={jobs}", f"--iodepth={depth}", f"--mem={memory}",
+        "--group_reporting", "--time_based", f"--runtime={seconds}", "--output-format=json", "--offset_increment=64m",
         "--rw=" + {"read": "read", "write": "write", "mixed": "rw"}[kind], f"--rwmixread={MIXED_READ_PERCENT}",
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -129,7 +136,11 @@ def fio(kind: str, directories: Sequence[Path], seconds: float, engine: str, blo
 
 
 SETTINGS = [
-    ("psync", "4m", 3, 1), ("psync", "1m", 4, 1), ("libaio", "1m", 1, 8), ("libaio", "4m", 1, 4), ("io_uring", "1m", 1, 8),
+    (*setting, memory)
+    for memory in ("malloc", "mmaphuge")
+    for setting in (
+        ("psync", "4m", 3, 1), ("psync", "1m", 4, 1), ("libaio", "1m", 1, 8), ("libaio", "4m", 1, 4), ("io_uring", "1m", 1, 8)
+    )
 ]  # fmt: skip
 
 
@@ -149,13 +160,18 @@ def best_of_fio(kind: str, directories: Sequence[Path], seconds: float) -> Calla
 def compared(kind: str, directories: Sequence[Path], args: argparse.Namespace) -> dict[str, float]:
     """Medians over alternating rounds."""
     reference = best_of_fio(kind, directories, args.seconds)
-    rounds = [(ours(kind, directories, args.seconds), reference()) for _ in range(args.rounds)]
+    rounds = [
+        (ours(kind, directories, args.seconds), reference(), ours(kind, directories, args.seconds, huge=False))
+        for _ in range(args.rounds)
+    ]
     return {
-        "ratio": statistics.median(a.bytes_per_s / b.bytes_per_s for a, b in rounds),
-        "bytes_per_s": statistics.median(a.bytes_per_s for a, _ in rounds),
-        "fio_bytes_per_s": statistics.median(b.bytes_per_s for _, b in rounds),
-        "cpu_s_per_gb": statistics.median(a.cpu_s_per_gb for a, _ in rounds),
-        "fio_cpu_s_per_gb": statistics.median(b.cpu_s_per_gb for _, b in rounds),
+        "ratio": statistics.median(a.bytes_per_s / b.bytes_per_s for a, b, _ in rounds),
+        "bytes_per_s": statistics.median(a.bytes_per_s for a, _, _ in rounds),
+        "fio_bytes_per_s": statistics.median(b.bytes_per_s for _, b, _ in rounds),
+        "cpu_s_per_gb": statistics.median(a.cpu_s_per_gb for a, _, _ in rounds),
+        "fio_cpu_s_per_gb": statistics.median(b.cpu_s_per_gb for _, b, _ in rounds),
+        "small_pages_bytes_per_s": statistics.median(c.bytes_per_s for _, _, c in rounds),
+        "small_pages_cpu_s_per_gb": statistics.median(c.cpu_s_per_gb for _, _, c in rounds),
     }
 
 
@@ -183,7 +199,8 @@ def main() -> None:
             (
                 f"{kind}, {count} director{'y' if count == 1 else 'ies'}",
                 f"{row['bytes_per_s'] / 1e9:.2f} GB/s, fio {row['fio_bytes_per_s'] / 1e9:.2f}: {row['ratio']:.2f}x; "
-                f"processor {row['cpu_s_per_gb']:.3f} s/GB, fio {row['fio_cpu_s_per_gb']:.3f}",
+                f"processor {row['cpu_s_per_gb']:.3f} s/GB, fio {row['fio_cpu_s_per_gb']:.3f}; on small pages "
+                f"{row['small_pages_bytes_per_s'] / 1e9:.2f} GB/s, {row['small_pages_cpu_s_per_gb']:.3f} s/GB",
             )
             for (kind, count), row in found.items()
         ],

@@ -12,7 +12,6 @@ import contextlib
 import enum
 import errno
 import itertools
-import mmap
 import os
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from typing import TypeVar
 from lohan_fx import machine
 from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.hardware import NvmeProfile, RequestRate
+from lohan_fx.runtime.huge_pages import map_memory
 
 REQUEST_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
 
@@ -181,9 +181,11 @@ def _open_direct(path: str) -> int | None:
 
 
 def _page_aligned(content: bytes) -> memoryview:
-    pages = mmap.mmap(-1, len(content))
-    pages[:] = content
-    return memoryview(pages)
+    """``content`` in memory like that of the runtime's buffers."""
+    pages, begin = map_memory(len(content))
+    found = memoryview(pages)[begin : begin + len(content)]
+    found[:] = content
+    return found
 
 
 def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:

@@ -29,7 +29,7 @@ from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
-from lohan_fx.runtime.parameter_stream import on_pages, read_in_place, wait_for
+from lohan_fx.runtime.parameter_stream import read_in_place, wait_for
 
 
 @dataclass
@@ -166,7 +166,7 @@ class ActivationSwap:
         machine = self._machine
         memory = None
         if away.region is None and away.dense and machine.link.shares_memory:
-            value, memory = on_pages(away.size, away.dtype, away.stride)
+            value, memory = machine.landing.on_pages(away.size, away.dtype, away.stride)
         else:
             value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)
         landing = value if away.dense else torch.empty(away.size, dtype=away.dtype, device=machine.device)

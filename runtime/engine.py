@@ -92,8 +92,8 @@ class Engine:
         windows = plan.windows
         arena_bytes = sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
         self._machine = start_machine(self.store, self.device, self.timeline, windows, arena_bytes)
-        pool = self._machine.pool
-        self._swap = ActivationSwap(self._machine, HostArena(pool.acquire("activations") if arena_bytes else None))
+        arena = HostArena(self._machine.pool.acquire("activations").tensor if arena_bytes else None)
+        self._swap = ActivationSwap(self._machine, arena)
         optimizer = OutOfCoreOptimizer(
             self._machine,
             self.slots,

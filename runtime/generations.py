@@ -14,7 +14,6 @@ Assumes: nothing is under way during ``commit``; the directories are locked.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from lohan_fx.runtime.generation_files import (
     write_generation,
     write_identity,
 )
+from lohan_fx.runtime.huge_pages import map_memory
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
 from lohan_fx.runtime.scratch_sums import ScratchSums
 from lohan_fx.runtime.store_file import reported_as_store_error
@@ -269,4 +269,6 @@ def _record(nbytes: int, versions: Versions) -> ExtentRecord:
 
 def _scratch(span: Span) -> memoryview:
     """Page-aligned memory for a chunk; it goes with the last view of it."""
-    return memoryview(mmap.mmap(-1, span.end - span.start))
+    nbytes = span.end - span.start
+    pages, begin = map_memory(nbytes)
+    return memoryview(pages)[begin : begin + nbytes]

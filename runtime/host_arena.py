@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lohan_fx.runtime.host_pool import Buffer, page_padded_bytes
+from lohan_fx.runtime.host_pool import page_padded_bytes
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Region:
 
 
 class HostArena:
-    """First fit over the memory of ``buffer`` (None: an arena of nothing)."""
+    """First fit over ``memory``, uint8 (None: an arena of nothing)."""
 
-    def __init__(self, buffer: Buffer | None) -> None:
-        self._memory = None if buffer is None else buffer.tensor
+    def __init__(self, memory: torch.Tensor | None) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [] if self._memory is None else [(0, self._memory.numel())]
 

@@ -1,10 +1,11 @@
-"""Host memory: one page-aligned region, cut into fixed reservations per purpose.
+"""Host memory: one region in huge pages, cut into fixed page-aligned reservations per purpose.
 
 Guarantees:
 - The region never grows, and a purpose never takes another's buffers: what one lane holds cannot starve another
   (no deadlock across purposes), and memory cannot exceed ``nbytes``.
-- Without ``pin``, resident memory grows only as buffers are written; the buffer released last is handed out first,
-  so one that was never needed never becomes resident. ``pin`` makes all of it resident at once.
+- Without ``pin``, resident memory grows only as buffers are written, by whole huge pages (``huge_pages``); the buffer
+  released last is handed out first, so one that was never needed never becomes resident. ``pin`` makes all of it
+  resident at once.
 - After ``close`` the pages are back with the system even if a tensor still views them. Such a tensor reads zeros
   and does not crash: the addresses stay mapped until the last view is gone.
 
@@ -25,10 +26,10 @@ from typing import Any, Self
 import torch
 
 from lohan_fx.errors import LaneTimeout, LohanError
+from lohan_fx.runtime.huge_pages import PAGE_BYTES, map_memory
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 
-PAGE_BYTES = 4096
-"""What O_DIRECT wants of addresses, offsets and sizes; also the size of a page where we run."""
+__all__ = ["PAGE_BYTES", "Buffer", "HostPool", "Reservation", "page_padded_bytes"]
 
 
 def page_padded_bytes(nbytes: int) -> int:
@@ -97,9 +98,11 @@ class HostPool:
         self._shelves, self._nbytes = _lay_out(reservations)
         self._changed = threading.Condition()
         self._pinned = pin
-        self._region: mmap.mmap | None = _map_region(self._nbytes)
+        self._region: mmap.mmap | None
+        self._region, self._begin = _map_region(self._nbytes)
+        self._address = torch.frombuffer(self._region, dtype=torch.uint8).data_ptr() + self._begin
         if pin:
-            _pin(self._region)
+            _pin(self._address, self._nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +157,7 @@ class HostPool:
             region, self._region = self._region, None
             self._changed.notify_all()
         if self._pinned:
-            _unpin(region)
+            _unpin(self._address)
         # Never region.close(): torch.frombuffer keeps the mmap object but no buffer export, so that would unmap
         # under live tensors. The pages go now, the addresses when the last reference (often ours) does.
         region.madvise(mmap.MADV_DONTNEED)
@@ -182,7 +185,7 @@ class HostPool:
             self._region,
             dtype=torch.uint8,
             count=shelf.bytes_each,
-            offset=shelf.offset_bytes + index * shelf.bytes_each,
+            offset=self._begin + shelf.offset_bytes + index * shelf.bytes_each,
         )
         return Buffer(self, purpose, index, tensor)
 
@@ -212,37 +215,31 @@ def _lay_out(reservations: Mapping[str, Reservation]) -> tuple[dict[str, _Shelf]
     return shelves, end_bytes
 
 
-def _map_region(nbytes: int) -> mmap.mmap:
-    """Private anonymous memory, not inherited by forks. Private, because DONTNEED does not free shared memory."""
+def _map_region(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Private memory (DONTNEED does not free shared memory), and where in it the buffers begin."""
     try:
-        region = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return map_memory(nbytes)
     except OSError as error:
         raise LohanError(
             f"HostPool: the system refused to map {nbytes} bytes: {error.strerror}; "
             "lower the host memory budget or raise the process's limit (ulimit -v, vm.overcommit_memory)"
         ) from error
-    region.madvise(mmap.MADV_DONTFORK)
-    return region
 
 
-def _address(region: mmap.mmap) -> int:
-    return torch.frombuffer(region, dtype=torch.uint8).data_ptr()
-
-
-def _pin(region: mmap.mmap) -> None:
+def _pin(address: int, nbytes: int) -> None:
     cudart: Any = torch.cuda.cudart()
     portable = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as torch's own pin_memory does
-    status = int(cudart.cudaHostRegister(_address(region), len(region), portable))
+    status = int(cudart.cudaHostRegister(address, nbytes, portable))
     if status != 0:
         raise LohanError(
-            f"HostPool: cudaHostRegister of {len(region)} bytes failed with CUDA error {status}; "
+            f"HostPool: cudaHostRegister of {nbytes} bytes failed with CUDA error {status}; "
             "lower the host memory budget, or pass pin=False at the cost of slower, blocking transfers"
         )
 
 
-def _unpin(region: mmap.mmap) -> None:
+def _unpin(address: int) -> None:
     cudart: Any = torch.cuda.cudart()
-    status = int(cudart.cudaHostUnregister(_address(region)))
+    status = int(cudart.cudaHostUnregister(address))
     if status != 0:
         raise LohanError(
             f"HostPool: cudaHostUnregister failed with CUDA error {status}, perhaps of an earlier asynchronous call; "

@@ -12,6 +12,7 @@ import torch
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.state_buffer import buffer_bytes
@@ -41,6 +42,7 @@ class Machine:
     d2h: Lane
     cpu: Lane
     io_bytes: int
+    landing: Landing
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +74,7 @@ class Machine:
         for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
             lane.close(max(0.1, deadline_s - time.monotonic()))
         self.pool.close(force=True)
+        self.landing.close()
 
 
 def start_machine(
@@ -89,6 +92,8 @@ def start_machine(
         },
         pin=device.type == "cuda",
     )
+    # Values that are read in place: as many as may be on their way, which the plan counts with the graphs.
+    landing_bytes = windows.fetch_bytes + windows.swap_in_bytes
     # A lane's copies use one thread each: the compute threads keep the cores. So does Adam, unless a GPU computes.
     one_thread = functools.partial(use_threads, 1)
     adam_threads = 1 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - OTHER_THREADS)
@@ -103,6 +108,7 @@ def start_machine(
         d2h=Lane("d2h", initializer=one_thread),
         cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
         io_bytes=windows.io_bytes,
+        landing=Landing(landing_bytes if device.type == "cpu" else 0),
     )
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
     torch.set_num_threads(compute_threads)

@@ -19,7 +19,6 @@ import torch
 from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.device_link import Moment
-from lohan_fx.runtime.host_pool import PAGE_BYTES, page_padded_bytes
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
@@ -76,7 +75,7 @@ class ParameterStream:
     def _in_place(self, parameter: ParameterSlot, arrival: Arrival, pieces: Pieces) -> tuple[torch.Tensor, Parts]:
         """The value, which lies on pages of its own, and what starts the reads straight into it."""
         machine = self._machine
-        value, memory = on_pages(parameter.shape, parameter.compute_dtype)
+        value, memory = machine.landing.on_pages(parameter.shape, parameter.compute_dtype)
         extent = parameter.streamed_extent
         reads = [
             functools.partial(read_in_place, machine, arrival, extent, offset, memory, nbytes)
@@ -150,20 +149,6 @@ def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:
             part()
         except BaseException as error:
             arrival.part_done(error)
-
-
-def on_pages(
-    shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A dense CPU tensor that begins on a page, and all its pages as uint8: what O_DIRECT reads into."""
-    nbytes = page_padded_bytes(shape.numel() * dtype.itemsize)
-    raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
-    begin = -raw.data_ptr() % PAGE_BYTES
-    value = torch.empty(0, dtype=dtype)
-    # Not a view, which would keep a second tensor and its version counter beside the parameter's.
-    strides = stride or torch.empty(shape, device="meta").stride()
-    value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, strides)
-    return value, raw[begin : begin + nbytes]
 
 
 def read_in_place(

@@ -10,6 +10,7 @@ import torch
 
 from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
+from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -21,6 +22,7 @@ from tests.runtime.faulty_backend import FaultyBackend
 IO_BYTES = 2 * PAGE_BYTES
 CHUNK_ELEMENTS = 4096
 ARENA_BYTES = 16 * PAGE_BYTES
+LANDING_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
@@ -48,6 +50,7 @@ def machine(
         d2h=Lane("d2h"),
         cpu=Lane("cpu"),
         io_bytes=IO_BYTES,
+        landing=Landing(LANDING_BYTES),
     )
     try:
         yield made

@@ -30,7 +30,7 @@ class Rig:
     def __init__(self, machine: Machine, backend: FaultyBackend) -> None:
         self.machine = machine
         self.backend = backend
-        self.arena = HostArena(machine.pool.acquire("activations"))
+        self.arena = HostArena(machine.pool.acquire("activations").tensor)
         self.swap = ActivationSwap(machine, self.arena)
 
     def back(self, handle: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ PAGES = 8
 )
 def test_any_order_of_taking_and_giving_back(moves: list[tuple[str, int]]) -> None:
     with HostPool({"activations": Reservation(1, PAGES * PAGE_BYTES)}) as pool, pool.acquire("activations") as buffer:
-        arena = HostArena(buffer)
+        arena = HostArena(buffer.tensor)
         taken: list[Region] = []
         for move, number in moves:
             if move == "give" and taken:
@@ -55,7 +55,7 @@ def largest_hole(taken: list[Region]) -> int:
 
 def test_regions_do_not_share_memory() -> None:
     with HostPool({"activations": Reservation(1, PAGES * PAGE_BYTES)}) as pool, pool.acquire("activations") as buffer:
-        arena = HostArena(buffer)
+        arena = HostArena(buffer.tensor)
         regions = [arena.take(100) for _ in range(PAGES)]
         for number, region in enumerate(regions):
             assert region is not None

@@ -1,0 +1,72 @@
+"""landing: where the drives read a tensor straight into the memory that the graph computes with.
+
+Where host and device share memory, a fetched parameter or a returning activation is not copied: the read goes into the
+value itself. Its pages should be huge ones (``huge_pages``), which the heap has not; so values lie in one stretch of
+them, of fixed size, and in the heap where that is full. A place is free again when the last view of its value died.
+
+Any thread. Assumes: what is read into a place has arrived before its value dies (``ops.expect`` holds it).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+
+import torch
+
+from lohan_fx.runtime.host_arena import HostArena, Region
+from lohan_fx.runtime.host_pool import page_padded_bytes
+from lohan_fx.runtime.huge_pages import PAGE_BYTES, map_memory
+
+LEAST_BYTES = 64 << 10
+"""Values of fewer bytes are a page or a few: what huge pages save there is less than finding a place costs."""
+
+
+class Landing:
+    """``nbytes`` of huge pages for values that are read in place; 0 for none. Resident as far as touched."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._arena = HostArena(_memory(nbytes) if nbytes else None)
+        self._left: deque[Region] = deque()
+
+    def on_pages(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dense CPU tensor that begins on a page, and all its pages as uint8: what O_DIRECT reads into."""
+        nbytes = page_padded_bytes(shape.numel() * dtype.itemsize)
+        raw = self._place(nbytes)
+        if raw is None:
+            raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+        begin = -raw.data_ptr() % PAGE_BYTES
+        value = torch.empty(0, dtype=dtype)
+        # Not a view, which would keep a second tensor and its version counter beside the parameter's.
+        strides = stride or torch.empty(shape, device="meta").stride()
+        value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, strides)
+        return value, raw[begin : begin + nbytes]
+
+    def _place(self, nbytes: int) -> torch.Tensor | None:
+        """A storage of its own of ``nbytes``, or None; its death frees the place."""
+        if nbytes < LEAST_BYTES:
+            return None
+        arena = self._arena
+        while self._left:
+            arena.give_back(self._left.popleft())
+        region = arena.take(nbytes)
+        if region is None:
+            return None
+        memory = (ctypes.c_uint8 * nbytes).from_address(region.tensor.data_ptr())
+        # The storage holds ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
+        # holds the arena's lock; so it only takes a note.
+        weakref.finalize(memory, self._left.append, region).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give the memory back, once the last value in it has died."""
+        self._arena = HostArena(None)
+        self._left.clear()
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    region, begin = map_memory(nbytes)
+    return torch.frombuffer(region, dtype=torch.uint8, count=nbytes, offset=begin)
