@@ -118,8 +118,8 @@ class HardwareProfile:
     versions: Annotated[Mapping[str, str], "of the software it was measured with"]
     machine: Annotated[str, 'fingerprint of the measured machine; "" if not measured']
     prices: Annotated[Prices | None, "US dollars"] = None
-    io_core_s_per_request: Annotated[float, "processor seconds of one read or write, whatever its size"] = 1.5e-4
-    io_core_s_per_byte: Annotated[float, "processor seconds per byte read or written"] = 6e-11
+    io_core_s_per_request: Annotated[float, "seconds that compute loses to a read or write of any size"] = 1.5e-4
+    io_core_s_per_byte: Annotated[float, "the same per byte read or written"] = 6e-11
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +27,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lohan_fx import machine, measure_nvme
 from lohan_fx.hardware import DTYPES, HardwareProfile
+from lohan_fx.measure_contention import lost_to_requests
 from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
-from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
-from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import SSD_THREADS
-from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.runtime.timeline import Timeline
 
 Announce = Callable[[str], None]
 
@@ -44,7 +39,8 @@ _MATMUL_SHARE = 0.06
 _BANDWIDTH_SHARE = 0.04
 _ADAM_SHARE = 0.05
 _OVERHEAD_SHARE = 0.02
-_DRIVES_SHARE = 0.55
+_LOST_SHARE = 0.15
+_DRIVES_SHARE = 0.45
 
 _MIN_RUNS = 3
 _OTHER_LOAD = 0.1  # share of the processors that others may use before the rates are worth a warning
@@ -55,8 +51,6 @@ _ADAM_OPTIONS = AdamOptions(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=True
 )
 _OPS_PER_RUN = 500
-_IO_SIZES = (PAGE_BYTES, 2 * 2**20)
-_IO_REQUESTS = 200
 _PROC_STAT = Path("/proc/stat")
 
 
@@ -98,8 +92,8 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             versions=_versions(),
             machine=machine.fingerprint(),
         )
-        announce("what requests take of the processor")
-        per_request, per_byte = _io_core_s(directories)
+        announce("what compute loses to requests")
+        per_request, per_byte = map(rounded, lost_to_requests(directories, seconds * _LOST_SHARE))
         return dataclasses.replace(profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte)
 
 
@@ -210,37 +204,6 @@ def _op_overhead_s(device: str, seconds: float) -> float:
             torch.add(small, small)
 
     return _median_seconds(run, device, seconds) / _OPS_PER_RUN
-
-
-def _io_core_s(directories: Sequence[str]) -> tuple[float, float]:
-    """Processor seconds per request to the store and per byte of it, as the runtime makes them."""
-    if not directories:
-        return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte
-    small, large = (_request_core_s(Path(directories[0]), nbytes) for nbytes in _IO_SIZES)
-    per_byte = max((large - small) / (_IO_SIZES[1] - _IO_SIZES[0]), 1e-12)
-    return rounded(max(small - per_byte * _IO_SIZES[0], 1e-6)), rounded(per_byte)
-
-
-def _request_core_s(directory: Path, nbytes: int) -> float:
-    """Processor seconds of one request of ``nbytes``, half of them reads; all threads of this process count."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
-        NvmeStore([Path(place)]) as store,
-        HostPool({"io": Reservation(SSD_THREADS, nbytes)}) as pool,
-        Lane("io", threads=SSD_THREADS, timeline=Timeline()) as lane,
-    ):
-        store.allocate({"x": nbytes})
-
-        def move(call: Callable[[str, int, torch.Tensor, int], None]) -> None:
-            with pool.acquire("io") as buffer:
-                call("x", 0, buffer.tensor, nbytes)
-
-        lane.submit(partial(move, store.write)).wait()
-        before = time.process_time()
-        works = [lane.submit(partial(move, store.read if n % 2 else store.write)) for n in range(_IO_REQUESTS)]
-        for work in works:
-            work.wait()
-        return (time.process_time() - before) / _IO_REQUESTS
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,106 @@
+"""Measures what the drives take from compute where both use the same processor.
+
+A thread that serves a drive takes a core for a while (the system call, the checksum, the copy of what it touches into
+caches), and the ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more
+than the processor time of the requests, and is what a plan has to count; so it is measured as just that: how much less
+compute gets done beside requests like those of the runtime than alone, in turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.machine import SSD_THREADS, use_threads
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.timeline import Timeline
+
+SIZES = (PAGE_BYTES, 4 << 20)
+ROUNDS = 4
+PLACES = 4
+"""Requests of a thread go through so many places one after the other: what they touch should not stay in a cache."""
+LEAST_S = 1e-6
+
+
+def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float, float]:
+    """Seconds that compute on all cores loses per request to the store, and besides per byte of it, half of them reads;
+    in about ``seconds``."""
+    if not directories:
+        return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte
+    small, large = (_lost_s(Path(directories[0]), nbytes, seconds / len(SIZES)) for nbytes in SIZES)
+    per_byte = max((large - small) / (SIZES[1] - SIZES[0]), 1e-12)
+    return max(small - per_byte * SIZES[0], LEAST_S), per_byte
+
+
+def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
+    """Seconds that one request of ``nbytes`` costs compute."""
+    window_s = seconds / (2 * ROUNDS)
+    compute, threads = _compute(), torch.get_num_threads()
+    with (
+        tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
+        NvmeStore([Path(place)]) as store,
+        HostPool({"io": Reservation(SSD_THREADS, PLACES * nbytes)}) as pool,
+        Lane("io", threads=SSD_THREADS, timeline=Timeline(), initializer=partial(use_threads, 1)) as lane,
+    ):
+        store.keep_generations(1)  # as in training: with checksums
+        store.allocate({"x": SSD_THREADS * nbytes}, chunk_bytes={"x": nbytes})
+        torch.set_num_threads(threads)  # what a lane's thread says is partly said for the process
+        found = []
+        for _ in range(ROUNDS):
+            alone = _runs_per_s(compute, window_s)
+            stop = threading.Event()
+            begun_s = time.perf_counter()
+            offsets = range(0, SSD_THREADS * nbytes, nbytes)
+            works = [lane.submit(partial(_requests, store, pool, offset, nbytes, stop)) for offset in offsets]
+            runs = _runs_per_s(compute, window_s)
+            stop.set()
+            requests = sum(work.wait() for work in works)
+            took_s = time.perf_counter() - begun_s
+            found.append(took_s * (1 - min(runs / alone, 1.0)) / requests)
+    return float(statistics.median(found))
+
+
+def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: threading.Event) -> int:
+    """Write and read in turns until ``stop``; how often."""
+    with pool.acquire("io") as buffer:
+        for count in itertools.count(1):
+            place = count // 2 % PLACES * nbytes
+            call = store.write if count % 2 else store.read
+            call("x", offset, buffer.tensor[place : place + nbytes], nbytes)
+            if stop.is_set():
+                return count
+    raise AssertionError("unreachable")
+
+
+def _compute() -> Callable[[], object]:
+    """Some ops as in a transformer's block: a matmul of two thirds of the time, and pointwise ones."""
+    rows, width, wide = 512, 768, 2048
+    x, weight = (torch.randn(shape).bfloat16() for shape in ((rows, width), (width, wide)))
+
+    def run() -> object:
+        y = x @ weight
+        return torch.nn.functional.silu(y).mul_(y)
+
+    run()
+    return run
+
+
+def _runs_per_s(run: Callable[[], object], seconds: float) -> float:
+    begun_s = time.perf_counter()
+    for count in itertools.count(1):
+        run()
+        took_s = time.perf_counter() - begun_s
+        if took_s >= seconds:
+            return count / took_s
+    raise AssertionError("unreachable")
