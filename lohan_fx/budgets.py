@@ -51,31 +51,48 @@ def available_memory_bytes() -> int:
     raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
 
 
-def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts]) -> Windows:
-    """Windows and staging for a promise of ``host_memory_bytes``: about an eighth of it, less where that is plenty."""
-    layers: dict[str, int] = {}
-    for parameter in parameters:
-        layer = layer_of_parameter(parameter.name)
-        layers[layer] = layers.get(layer, 0) + parameter.bytes
-    layer_bytes = max(layers.values(), default=0)
+def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts], *, shared: bool = False) -> Windows:
+    """Windows and staging for a promise of ``host_memory_bytes``: about an eighth of it, less where that is plenty.
+
+    What the planner begins with; only ``chunk_elements``, by which the store is laid out, must be known before the graphs
+    are (``staging`` changes the rest by what it saves). Beside a GPU a layer's gradients come in a burst, and what host
+    memory holds of them is what the drives work on until the next.
+    """
+    layer_bytes, layer_elements = largest_layer(parameters)
     roomy = host_memory_bytes >= 1024 * MIB
     small = host_memory_bytes < 768 * MIB
+    chunk_elements = (128 << 10) if small else (1 << 20) if roomy else (512 << 10)
+    burst = 0 if shared else min(-(-layer_elements // chunk_elements), host_memory_bytes // 64 // (4 * chunk_elements))
     return Windows(
         fetch_bytes=min(2 * layer_bytes, host_memory_bytes // 8),
         swap_in_bytes=min(64 * MIB, host_memory_bytes // 16),
         gradient_bytes=min(layer_bytes, host_memory_bytes // 8),
-        chunk_elements=(128 << 10) if small else (1 << 20) if roomy else (512 << 10),
+        chunk_elements=chunk_elements,
         io_bytes=MIB if small else 4 * MIB if roomy else 2 * MIB,
         io_buffers=4,
         optimizer_buffers=4,
+        gradient_buffers=max(4, burst),
+        swap_out_bytes=min(64 * MIB, host_memory_bytes // 16),
     )
+
+
+def largest_layer(parameters: Sequence[ParameterFacts]) -> tuple[int, int]:
+    """The most compute-dtype bytes, and the most trained elements, that a layer has."""
+    nbytes: dict[str, int] = {}
+    elements: dict[str, int] = {}
+    for parameter in parameters:
+        layer = layer_of_parameter(parameter.name)
+        nbytes[layer] = nbytes.get(layer, 0) + parameter.bytes
+        elements[layer] = elements.get(layer, 0) + parameter.numel * parameter.trainable
+    return max(nbytes.values(), default=0), max(elements.values(), default=0)
 
 
 def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
     """Bytes of the host pool's staging buffers that may be touched. Where device and host share memory (``shared``),
     parameters are read and gradients updated in place."""
-    update = buffer_bytes(windows.chunk_elements) + (0 if shared else 4 * windows.chunk_elements)
-    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + windows.optimizer_buffers * update
+    gradients = 0 if shared else windows.gradient_buffers * 4 * windows.chunk_elements
+    states = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
+    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + states + gradients
 
 
 def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:

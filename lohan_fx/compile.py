@@ -106,7 +106,8 @@ def compile(
     if files is not None:
         check_files(model, found, files)
     nvme, manifests = to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
-    windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts)
+    shared = hw.device == "cpu"
+    windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts, shared=shared)
     if manifests:
         windows = as_on_disk(windows, manifests[-1], plan)
     compiler_bytes = 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES

@@ -24,7 +24,7 @@ from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
-from lohan_fx.pipeline import Request
+from lohan_fx.pipeline import Request, settled
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
@@ -199,6 +199,8 @@ class CompiledModel:
             wanted = self._request.revise and self._request.plan is None and self._request.hw.is_this_machine()
             self._replan = replan if alone and wanted else None
             self.checks.forget()
+        # The first plan fixes the staging buffers of the runtime; later ones have to count on these.
+        self._request = settled(self._request, plan.windows) if self._request.chooses_staging else self._request
         self.plans.append(plan)
         self.halves.append(halves)
         self._untidy_calls = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx import problem as problems
+from lohan_fx.budgets import staging_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.plan import ActivationPlan, Decision, Division, Keep, ParameterPlan, Plan, Share, Swap, Tier, Use
@@ -15,8 +16,9 @@ from lohan_fx.step_time import step_seconds
 def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: int) -> Division:
     """How ``plan`` divides memory, where its graphs need ``device_peak`` bytes with kept activations.
 
-    ``saves_s`` is what the step would take longer with the tensors of that use on NVMe (small ones stay). On a CPU the
-    device's uses stand under host memory. Walk and bound are left at the plan's own seconds.
+    ``saves_s`` is what the step would take longer with the tensors of that use on NVMe (small ones stay); what staging
+    saves no formula tells (``staging``). On a CPU the device's uses stand under host memory. Walk and bound are left at
+    the plan's own seconds.
     """
     seconds = step_seconds(problem, hw, plan)
 
@@ -34,7 +36,9 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         shares.append(share(tier, Use.PARAMETERS, parameters, _parameters_elsewhere(plan, tier)))
         shares.append(share(tier, Use.STATES, states, _states_elsewhere(plan, tier)))
     shares.append(share(Tier.HOST, Use.ACTIVATIONS, swapped, _elsewhere(plan, Swap(Tier.HOST))))
-    shares.append(share(Tier.HOST, Use.STAGING, problem.budgets.fixed_bytes))
+    staged = staging_bytes(problem.windows, shared=problem.budgets.shared)
+    shares.append(share(Tier.HOST, Use.STAGING, staged))
+    shares.append(share(Tier.HOST, Use.CAPTURE, problem.budgets.fixed_bytes - staged))
     budgets = {Tier.DEVICE: problem.budgets.device_memory_bytes, Tier.HOST: problem.budgets.host_memory_bytes}
     for tier, nbytes in budgets.items():
         if tier is Tier.HOST or not problem.budgets.shared:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.forecast import PRICE_YEARS, Forecast
-from lohan_fx.plan import Recompute, Stage, Tier
-from lohan_fx.plan_table import DECISIONS, table
+from lohan_fx.plan import Division, Recompute, Stage, Tier
+from lohan_fx.plan_table import DECISIONS, division_table, table, windows_lines
 from lohan_fx.simulated_waits import WORTH_A_REASON, waits_s
 from lohan_fx.simulator import Simulation
 from lohan_fx.units import format_bytes, format_seconds
@@ -40,6 +42,9 @@ def forecast_text(found: Forecast) -> str:
         *_stages(found),
         "",
         *_where(found),
+        "",
+        *([division_table(found.plan.division), ""] if found.plan.division is not None else []),
+        *windows_lines(found.plan.windows),
         "",
         *_assumptions(found),
     ]
@@ -186,6 +191,8 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "bottleneck": {name: stage.bottleneck for name, stage in found.stages.items()},
         "peak_bytes": dict(prediction.peak_bytes),
         "budget_bytes": {"device": found.plan.device_memory_bytes, "host": found.plan.host_memory_bytes},
+        "windows": dataclasses.asdict(found.plan.windows),
+        "division": _division_data(found.plan.division),
         "disk_bytes": found.disk_bytes,
         "nvme_read_bytes": prediction.nvme_read_bytes,
         "nvme_write_bytes": prediction.nvme_write_bytes,
@@ -193,3 +200,18 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "usd_per_million_tokens": found.usd_per_million_tokens,
         "notes": [*found.subject.capture.notes, *found.plan.notes],
     }
+
+
+def _division_data(division: Division | None) -> list[dict[str, Any]] | None:
+    """What each use of memory saves; None in place of seconds where nothing goes without it."""
+    if division is None:
+        return None
+    return [
+        {
+            "tier": share.tier.value,
+            "use": share.use.value,
+            "bytes": share.bytes,
+            "saves_s": share.saves_s if share.saves_s < math.inf else None,
+        }
+        for share in division.shares
+    ]

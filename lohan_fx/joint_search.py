@@ -221,6 +221,7 @@ def _narrowed(windows: Windows, share: float) -> Windows:
         fetch_bytes=int(windows.fetch_bytes * share),
         swap_in_bytes=int(windows.swap_in_bytes * share),
         gradient_bytes=int(windows.gradient_bytes * share),
+        swap_out_bytes=int(windows.swap_out_bytes * share),
     )
 
 

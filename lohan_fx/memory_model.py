@@ -8,8 +8,10 @@ from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
 from lohan_fx.problem import GRADIENT_BYTES, Problem
 
 STAGING_GROWTH_BYTES = 128 << 20
-"""A larger promise also gets larger staging, by at most this, and larger windows, by at most 5/16 of the difference
-(``budgets.choose_windows``)."""
+"""A larger promise also gets larger staging, by at most this, and larger windows and more room for gradients, by at most
+6/16 and 1/64 of the difference (``budgets.choose_windows``)."""
+_NET_OF_GROWTH = 1 - 6 / 16 - 1 / 64
+"""Of a byte more of promise so much is left."""
 
 
 def resident_bytes(plan: Plan) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def check(problem: Problem, plan: Plan, device_peak: int) -> None:
     lines = []
     for tier, nbytes in over.items():
         budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
-        enough = budget + nbytes if tier == "device" else budget + nbytes * 16 // 11 + STAGING_GROWTH_BYTES
+        enough = budget + nbytes if tier == "device" else budget + int(nbytes / _NET_OF_GROWTH) + STAGING_GROWTH_BYTES
         lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough:,} would fit")
     raise InfeasiblePlan(
         f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "

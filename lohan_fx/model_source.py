@@ -194,7 +194,7 @@ def example_of(
             )
     try:
         found = make(**given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(f"{spec} failed: {type(error).__name__}: {error}") from error
     if not (isinstance(found, tuple) and len(found) == 2):
         raise TypeError(f"{spec} returned {type(found).__name__}: expected a pair (model, inputs as dict)")
@@ -217,7 +217,7 @@ def _loaded(path: Path, function: str) -> Callable[..., object]:
     sys.path.insert(0, str(path.parent))
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(f"--model: {path} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent))

@@ -10,7 +10,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-from lohan_fx import cost, inductor, meta
+from lohan_fx import cost, inductor, meta, staging
+from lohan_fx.budgets import staging_bytes
 from lohan_fx.cost import Work
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -24,15 +25,17 @@ from lohan_fx.passes.insert_fetches import insert_fetches
 from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
 from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.insert_swaps import insert_swaps
-from lohan_fx.passes.liveness import peaks
+from lohan_fx.passes.liveness import device_peaks, swap_out_room
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.traffic import fetch_counts, padding_bytes, traffic
 from lohan_fx.passes.verify import verify
-from lohan_fx.plan import ParameterPlan, Plan, Prediction, Windows
+from lohan_fx.plan import ParameterPlan, Plan, Prediction, Swap, Tier, Use, Windows
 from lohan_fx.plan_builder import homes_only
 from lohan_fx.planner import make_plan
 from lohan_fx.problem import Budgets, ParameterFacts, Problem
+from lohan_fx.simulated_step import simulate_program
+from lohan_fx.step_program import step_program
 
 PASSES: tuple[Pass, ...] = (
     insert_recompute,
@@ -49,7 +52,8 @@ class Request:
 
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
-    replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``).
+    replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
+    may change the buffers of ``windows`` (``staging``); not once the runtime has them.
     """
 
     hw: HardwareProfile
@@ -64,6 +68,7 @@ class Request:
     compute_scale: float = 1.0
     revise: bool = True
     segments: str = inductor.BOXED
+    chooses_staging: bool = True
 
 
 def compile_training(
@@ -147,7 +152,12 @@ class _Rewrites:
 
 
 def _same_graphs(one: Plan, other: Plan) -> bool:
-    return (one.activations, one.parameters, one.windows) == (other.activations, other.parameters, other.windows)
+    """Whether two plans make the same graphs, in which of all windows only those of ``schedule`` show."""
+    return _of_graphs(one) == _of_graphs(other)
+
+
+def _of_graphs(plan: Plan) -> tuple[object, ...]:
+    return plan.activations, plan.parameters, plan.windows.fetch_bytes, plan.windows.swap_in_bytes
 
 
 def _search(rewrites: _Rewrites, request: Request) -> Plan:
@@ -163,10 +173,62 @@ def _search(rewrites: _Rewrites, request: Request) -> Plan:
         backward_s=costs.backward_s,
         budgets=request.budgets,
         windows=request.windows,
-        device_peak=lambda plan: _device_peak(rewrites.halves(plan), plan, plan.windows),
+        device_peak=lambda plan: _device_peak(rewrites.halves(plan), plan),
         fetches=fetch_counts(keeping),
     )
-    return make_plan(problem, request.hw)
+    plan = make_plan(problem, request.hw)
+    if request.chooses_staging:
+        plan = _with_staging(plan, problem, rewrites, request)
+    return _with_swap_out_room(plan, rewrites.halves(plan))
+
+
+def _with_staging(plan: Plan, problem: Problem, rewrites: _Rewrites, request: Request) -> Plan:
+    """``plan`` with the staging that pays, and made again where that takes memory from other uses, or leaves them more."""
+    division, shared = plan.division, request.budgets.shared
+    if division is None or all(p.home is Tier.DEVICE and p.states_home is not Tier.NVME for p in plan.parameters):
+        return plan
+    program = step_program(rewrites.halves(plan), plan, _node_seconds(request))
+
+    def step_s(windows: Windows) -> float:
+        tried = dataclasses.replace(plan, windows=windows)
+        return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS).step_s
+
+    free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
+    per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
+    found = staging.choose(plan.windows, step_s, shared=shared, per_byte_s=per_byte_s, free_bytes=free)
+    more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
+    if 0 <= more <= free:
+        return staging.with_staging(plan, found, more)
+    asked = settled(request, found.windows)
+    try:
+        again = make_plan(dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows), request.hw)
+    except InfeasiblePlan:
+        return plan
+    return staging.with_staging(again, found, 0)
+
+
+def settled(request: Request, windows: Windows) -> Request:
+    """``request`` with the staging of ``windows`` from now on: its bytes count as spent, and nobody changes it again."""
+    shared = request.budgets.shared
+    more = staging_bytes(windows, shared=shared) - staging_bytes(request.windows, shared=shared)
+    return dataclasses.replace(
+        request,
+        windows=staging.with_buffers_of(request.windows, windows),
+        budgets=dataclasses.replace(request.budgets, fixed_bytes=request.budgets.fixed_bytes + more),
+        chooses_staging=False,
+    )
+
+
+def _with_swap_out_room(plan: Plan, halves: Halves) -> Plan:
+    """``plan`` with all the room for activations on their way out that costs nothing: usually the forward, where they
+    leave, is not where memory is short. On a GPU that is what the plan leaves of its memory, on a CPU what its peak has
+    at other moments."""
+    if not any(isinstance(a.decision, Swap) for a in plan.activations):
+        return plan
+    on_cpu = plan.device == "cpu"
+    limit = _device_peak(halves, plan) if on_cpu else plan.device_memory_bytes - resident_bytes(plan)[0]
+    room = max(plan.windows.swap_out_bytes, swap_out_room(halves, plan, limit))
+    return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, swap_out_bytes=room))
 
 
 def _rewrite(
@@ -209,16 +271,16 @@ def _homes_only(request: Request) -> Plan:
     return homes_only(request.policy, request.compute_dtype, request.parameters, request.budgets, request.windows)
 
 
-def _device_peak(halves: Halves, plan: Plan, windows: Windows) -> int:
-    """Most device bytes alive in either half, with gradients on their way out."""
-    peak = max(half.bytes for half in peaks(halves, plan).values())
-    return peak + (windows.gradient_bytes if halves.backward is not None else 0)
+def _device_peak(halves: Halves, plan: Plan) -> int:
+    """Most device bytes alive in either half, with what is on its way out."""
+    return max(half.bytes for half in device_peaks(halves, plan).values())
 
 
 def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
     work = traffic(halves, plan, _node_seconds(request))
-    device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
-    device += _device_peak(halves, plan, plan.windows)
+    fixed_bytes = settled(request, plan.windows).budgets.fixed_bytes
+    device, host = resident_bytes(plan)[0], host_bytes(fixed_bytes, plan)
+    device += _device_peak(halves, plan)
     if request.budgets.shared:
         host += device
     over = {"device": device - plan.device_memory_bytes, "host": host - plan.host_memory_bytes}

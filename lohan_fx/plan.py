@@ -125,10 +125,12 @@ class Windows:
     """How far each movement may run ahead, in bytes of the tier that it fills.
 
     ``fetch_bytes``: parameters on the device that nobody has used yet; ``swap_in_bytes``: the same for
-    activations; ``gradient_bytes``: gradients on the device that still wait for the d2h lane.
+    activations; ``gradient_bytes``: gradients on the device that still wait for the d2h lane; ``swap_out_bytes``:
+    activations that were swapped out and have not left yet. A single one that is larger may always be under way.
     ``chunk_elements``: the optimizer's unit of read, update and write; ``io_bytes``: one transfer of the other
-    lanes; the ``*_buffers`` are counts of host staging buffers. One buffer for the optimizer makes it read, update
-    and write strictly one after the other (LoHan's naive handler).
+    lanes; the ``*_buffers`` are counts of host staging buffers: per lane, of states, and of gradients that have left
+    a GPU and wait for their states. One buffer for the optimizer makes it read, update and write strictly one after
+    the other (LoHan's naive handler).
     """
 
     fetch_bytes: int
@@ -138,16 +140,18 @@ class Windows:
     io_bytes: int
     io_buffers: int
     optimizer_buffers: int
+    gradient_buffers: int
+    swap_out_bytes: int
 
     def __post_init__(self) -> None:
-        for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes"):
+        for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected zero or more bytes")
         for name in ("chunk_elements", "io_bytes"):
             value = getattr(self, name)
             if value <= 0 or value % 4096:
                 raise ValueError(f"Windows.{name} is {value}: expected a positive multiple of 4096")
-        for name, least in (("io_buffers", 1), ("optimizer_buffers", 1)):
+        for name, least in (("io_buffers", 1), ("optimizer_buffers", 1), ("gradient_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
 
@@ -191,7 +195,8 @@ class Prediction:
 class Use(enum.StrEnum):
     """What memory is used for."""
 
-    STAGING = "staging and captured graphs"
+    STAGING = "staging buffers"
+    CAPTURE = "captured graphs"
     GRAPHS = "graphs at work"
     ACTIVATIONS = "activations"
     PARAMETERS = "parameters"

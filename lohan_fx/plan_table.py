@@ -24,6 +24,7 @@ from lohan_fx.plan import (
     Recompute,
     Swap,
     Tier,
+    Windows,
 )
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
@@ -93,17 +94,24 @@ def _sums(plan: Plan) -> str:
 
 def _header(plan: Plan) -> str:
     shared = " (the device's memory is part of it)" if plan.device == "cpu" else ""
-    windows = plan.windows
     lines = [
         f"plan: policy {plan.policy}, on {plan.device}, in {plan.compute_dtype}",
         f"budgets: host {format_bytes(plan.host_memory_bytes)}{shared}, "
         f"device {format_bytes(plan.device_memory_bytes)}",
-        f"windows: fetch {format_bytes(windows.fetch_bytes)}, swap in {format_bytes(windows.swap_in_bytes)}, "
-        f"gradients {format_bytes(windows.gradient_bytes)}",
-        f"staging: {windows.io_buffers} buffers of {format_bytes(windows.io_bytes)} per lane, "
-        f"{windows.optimizer_buffers} of {windows.chunk_elements:,} elements for the optimizer",
+        *windows_lines(plan.windows),
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def windows_lines(windows: Windows) -> list[str]:
+    """How far movements run ahead on the device, and the buffers in host memory."""
+    return [
+        f"windows: fetch {format_bytes(windows.fetch_bytes)}, swap in {format_bytes(windows.swap_in_bytes)}, "
+        f"swap out {format_bytes(windows.swap_out_bytes)}, gradients {format_bytes(windows.gradient_bytes)}",
+        f"staging: {windows.io_buffers} buffers of {format_bytes(windows.io_bytes)} per lane, "
+        f"{windows.optimizer_buffers} of {windows.chunk_elements:,} elements for the optimizer, "
+        f"{windows.gradient_buffers} for gradients",
+    ]
 
 
 def _prediction(prediction: Prediction) -> str:

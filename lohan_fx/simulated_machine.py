@@ -46,14 +46,14 @@ class MemoryPoint:
 class SimulatedMachine:
     """What all parts of the simulated runtime share."""
 
-    def __init__(self, plan: Plan, hw: HardwareProfile, *, fused_adam: bool) -> None:
+    def __init__(self, plan: Plan, hw: HardwareProfile, *, fused_adam: bool, transfers: int | None = None) -> None:
         self.plan, self.hw = plan, hw
         self.parameters = {p.name: p for p in plan.parameters}
         self.clock = Clock(Contention.of(hw).speeds)
         self.on_cpu = plan.device == "cpu"
         self.ssd = SimulatedLane(self.clock, threads=SSD_THREADS)
         self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
-        self._most_pieces = _bound_on_pieces(plan)
+        self._most_pieces = _bound_on_pieces(plan, TRANSFERS if transfers is None else transfers)
         counts = self._buffers()
         self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in counts.items()}
         self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
@@ -68,10 +68,12 @@ class SimulatedMachine:
         windows, pieces = self.plan.windows, max(_piece_counts(self.plan), default=1)
         together = -(-pieces // self._most_pieces)
         io, optimizer = windows.io_buffers, windows.optimizer_buffers
+        gradients = windows.gradient_buffers
         io = max(min(io, _LEAST_IO), -(-io // together))
         optimizer = max(min(optimizer, _LEAST_OPTIMIZER), -(-optimizer // together))
+        gradients = max(min(gradients, _LEAST_OPTIMIZER), -(-gradients // together))
         counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        return counts | dict.fromkeys(("gradients", "optimizer"), optimizer)
+        return counts | {"gradients": gradients, "optimizer": optimizer}
 
     def pieces(self, nbytes: int) -> list[int]:
         """Bytes of the transfers that ``nbytes`` are cut into."""
@@ -280,10 +282,10 @@ def _cut(total: int, size: int, most: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def _bound_on_pieces(plan: Plan) -> int:
-    """The largest bound under which a step has no more than ``TRANSFERS``."""
+def _bound_on_pieces(plan: Plan, transfers: int) -> int:
+    """The largest bound under which a step has no more than ``transfers``."""
     counts = _piece_counts(plan)
-    fitting = (most for most in _MOST_PIECES if sum(min(most, count) for count in counts) <= TRANSFERS)
+    fitting = (most for most in _MOST_PIECES if sum(min(most, count) for count in counts) <= transfers)
     return next(fitting, _MOST_PIECES[-1])
 
 

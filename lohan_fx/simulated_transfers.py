@@ -31,6 +31,8 @@ class SimulatedTransfers:
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
+        self._leaving_bytes = 0
+        self._room = machine.clock.signal()
         self._arrivals: dict[str, tuple[str, Signal]] = {}
         self._away: dict[int, _Away] = {}
 
@@ -54,8 +56,13 @@ class SimulatedTransfers:
             self._machine.compute.waiting_for = label
             yield arrived
 
-    def swap_out(self, found: SwapOut) -> None:
+    def swap_out(self, found: SwapOut) -> Thread:
+        """Blocks while more is leaving than the window allows (``byte_window``)."""
         machine = self._machine
+        while self._leaving_bytes and self._leaving_bytes + found.bytes > machine.plan.windows.swap_out_bytes:
+            machine.compute.waiting_for = f"swap window for {found.activation}"
+            yield self._room
+        self._leaving_bytes += found.bytes
         to_host = found.tier is Tier.HOST
         machine.memory.hand_over(found.held_bytes)
         if to_host:
@@ -64,7 +71,14 @@ class SimulatedTransfers:
         self._away[found.slot] = away
         pieces = [found.bytes] if to_host else machine.pieces(found.bytes)
         after = machine.compute.mark()
-        off_device = Countdown(len(pieces), lambda: machine.memory.has_left(found.held_bytes))
+
+        def gone() -> None:
+            machine.memory.has_left(found.held_bytes)
+            self._leaving_bytes -= found.bytes
+            room, self._room = self._room, machine.clock.signal()
+            room.set()
+
+        off_device = Countdown(len(pieces), gone)
         left = Countdown(len(pieces), away.left.set)
         for nbytes in pieces:
             machine.d2h.submit(self._leave(f"swap_out of {found.activation}", away, nbytes, after, off_device, left))
@@ -122,10 +136,15 @@ class SimulatedTransfers:
         pieces = machine.pieces(nbytes)
         landed = Countdown(len(pieces), arrived)
         for piece in pieces:
-            read = self._read(purpose, extent, label, piece, after, landed)
             if machine.on_cpu:
-                read = self._read_in_place(extent, piece, landed)
-            machine.ssd.submit(read, priority=FETCH_PRIORITY)
+                machine.ssd.submit(self._read_in_place(extent, piece, landed), priority=FETCH_PRIORITY)
+                continue
+            machine.clock.start(self._staged(purpose, self._read(purpose, extent, label, piece, after, landed)))
+
+    def _staged(self, purpose: str, read: Thread) -> Thread:
+        """No thread of the ssd lane waits for a buffer (``machine.read_staged``)."""
+        yield from self._machine.pool[purpose].acquire()
+        self._machine.ssd.submit(read, priority=FETCH_PRIORITY)
 
     def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
         yield self._machine.reading(extent, nbytes)
@@ -135,7 +154,6 @@ class SimulatedTransfers:
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown
     ) -> Thread:
         machine = self._machine
-        yield from machine.pool[purpose].acquire()
         yield machine.reading(extent, nbytes)
 
         def copied() -> None:

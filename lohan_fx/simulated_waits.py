@@ -12,6 +12,7 @@ WORTH_A_REASON = 0.1
 _KINDS: Mapping[str, str] = {
     "fetch of": "parameters",
     "swap_in of": "activations to come back",
+    "swap window": "activations to leave the device",
     "gradient window": "gradients to leave the device, whose updates are behind",
     "an optimizer buffer": "an optimizer buffer",
 }

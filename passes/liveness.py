@@ -7,12 +7,16 @@ A storage lives from the node that makes it to the last node that reads it, thro
 with several live from the op on, and all of them until the last has been taken out of its tuple. Inputs that only
 this graph holds (saved activations, tangents) die at their last use as well, because a boxed graph gives them up;
 outputs, inputs that the caller holds and parameters at home on the device do not die.
+
+What a ``swap_out`` or an ``offload_grad`` was the last to read stays until it has left. Nobody knows when that is, but
+no more of it is there at once than the plan's windows allow (``device_peaks``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -20,7 +24,9 @@ from torch.fx import GraphModule, Node
 from lohan_fx import meta, ops
 from lohan_fx.passes.annotate import at_hint, storage_bytes
 from lohan_fx.passes.halves import Halves, outputs_of
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import ParameterPlan, Plan, Tier
+
+_SENDING = (ops.SWAP_OUT, ops.OFFLOAD_GRAD)
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,107 @@ def peak_bytes(
     the caller holds to the end.
     """
     peak, peak_node, end_bytes = -1, "inputs", 0
-    for node, during, after in _walk(gm, resident, shells, held):
+    for node, during, after, _ in _walk(gm, resident, shells, held):
         if during > peak:
             peak, peak_node = during, node.name if node is not None else "inputs"
         end_bytes = after
     return Peak(peak, peak_node, end_bytes)
+
+
+@dataclass
+class _Leaving:
+    """What was handed to transfers of one kind and may still be on the device: no more than ``window_bytes``, or a
+    single larger one."""
+
+    window_bytes: int
+    sent_bytes: int = 0
+    largest_bytes: int = 0
+
+    def send(self, nbytes: int) -> None:
+        self.sent_bytes += nbytes
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+    @property
+    def bytes(self) -> int:
+        return min(self.sent_bytes, max(self.window_bytes, self.largest_bytes))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes alive while an op runs, what leaves aside; of what leaves, gradients (at most) and swapped activations, of
+    which so many have been sent and may not have left, the largest so large."""
+
+    node: str
+    live_bytes: int
+    gradient_bytes: int
+    sent_bytes: int
+    largest_bytes: int
+
+
+def device_peaks(halves: Halves, plan: Plan) -> dict[str, Peak]:
+    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op."""
+    found: dict[str, Peak] = {}
+    for half, at in _moments(halves, plan):
+        leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
+        nbytes = at.live_bytes + at.gradient_bytes + leaving
+        before = found.get(half)
+        if before is None or nbytes > before.bytes:
+            found[half] = Peak(nbytes, at.node, nbytes)
+        else:
+            found[half] = dataclasses.replace(before, end_bytes=nbytes)
+    return found
+
+
+def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:
+    """The widest window for swapping out with which ``device_peaks`` stays within ``limit_bytes``, if any does; at most
+    all that is swapped."""
+    moments = [at for _, at in _moments(halves, plan)]
+    room = max((at.sent_bytes for at in moments), default=0)
+    for at in moments:
+        if at.live_bytes + at.gradient_bytes + at.sent_bytes > limit_bytes:
+            room = min(room, limit_bytes - at.live_bytes - at.gradient_bytes)
+    return max(0, room)
+
+
+def _moments(halves: Halves, plan: Plan) -> Iterator[tuple[str, _Moment]]:
+    """By half, each op while it runs.
+
+    Swapped activations leave one after the other: once one has been waited for in the backward, it and all that were
+    sent before it are gone.
+    """
+    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
+    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    updated_here = {p.name for p in plan.parameters if _is_updated_here(p, plan.device)}
+    swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Leaving(plan.windows.gradient_bytes)
+    up_to: dict[object, int] = {}  # slot -> all bytes sent until its activation was, itself included
+    sent_bytes = gone_bytes = 0
+    for half, gm in halves.graphs():
+        leaves = {
+            _storage(n.all_input_nodes[0]): op
+            for op in _SENDING
+            for n in gm.graph.find_nodes(op="call_function", target=op)
+            if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
+        }
+        for node, during, _, dead in _walk(gm, resident, halves.parameters, held):
+            name = "inputs" if node is None else node.name
+            # What is handed over is alive until that op has run, beside what was handed over before.
+            yield half, _Moment(name, during, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
+            for storage, nbytes in dead:
+                if storage in leaves:
+                    (swaps if leaves[storage] is ops.SWAP_OUT else gradients).send(nbytes)
+            if node is None or half == "forward":
+                sent_bytes = swaps.sent_bytes
+                if node is not None and node.target is ops.SWAP_OUT:
+                    up_to[node.args[1]] = sent_bytes
+            elif node.target is ops.WAIT and (start := node.all_input_nodes[0]).target is ops.SWAP_IN:
+                gone_bytes = max(gone_bytes, up_to.get(start.args[1], 0))
+                swaps.sent_bytes = sent_bytes - gone_bytes
+
+
+def _is_updated_here(p: ParameterPlan, device: str) -> bool:
+    """Whether the compute thread itself does away with the gradient, because all that it needs is in its memory."""
+    near = (Tier.DEVICE, Tier.HOST) if device == "cpu" else (Tier.DEVICE,)
+    return p.gradient_home in near if p.gradient_home is not None else p.home in near and p.states_home in near
 
 
 def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
@@ -67,7 +169,7 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
     return {
         name: {
-            node.name: during for node, during, _ in _walk(gm, resident, halves.parameters, held) if node is not None
+            node.name: during for node, during, _, _ in _walk(gm, resident, halves.parameters, held) if node is not None
         }
         for name, gm in halves.graphs()
     }
@@ -75,21 +177,22 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
 
 def _walk(
     gm: GraphModule, resident: Collection[str], shells: Collection[str], held: Collection[str]
-) -> Iterator[tuple[Node | None, int, int]]:
-    """Each op with the bytes alive while it runs and after it; first None, with those of the inputs."""
+) -> Iterator[tuple[Node | None, int, int, Sequence[tuple[Node, int]]]]:
+    """Each op with the bytes alive while it runs and after it, and what dies in between; first None, with the inputs."""
     nodes = list(gm.graph.nodes)
     dying = _dying(nodes)
     kept = {_storage(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
     live = {n: meta.cost(n).bytes for n in nodes if n.op == "placeholder" and n.name not in shells}
     total = sum(live.values())
-    yield None, total, total
+    yield None, total, total, ()
     for place, node in enumerate(nodes):
         if node.op == "call_function":
             made = {} if node.target is ops.FETCH and meta.origin(node) in resident else _made(node)
             live.update(made)
             during = total = total + sum(made.values())
-            total -= sum(live.pop(storage, 0) for storage in dying.get(place, ()) if storage not in kept)
-            yield node, during, total
+            dead = [(storage, live.pop(storage, 0)) for storage in dying.get(place, ()) if storage not in kept]
+            total -= sum(nbytes for _, nbytes in dead)
+            yield node, during, total, dead
 
 
 def _made(node: Node) -> dict[Node, int]:

@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 from lohan_fx import meta, ops
 from lohan_fx.errors import VerifyError
 from lohan_fx.passes.halves import Halves, last_user, outputs_of, positions
-from lohan_fx.passes.liveness import peaks
+from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.plan import Plan, Recompute, Swap, Tier
 
 NEIGHBOURS = 3
@@ -256,7 +256,7 @@ def _no_use_after_offload(halves: Halves, plan: Plan, after: str) -> None:
 
 def _within_budget(halves: Halves, plan: Plan, after: str) -> None:
     held = sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
-    for name, peak in peaks(halves, plan).items():
+    for name, peak in device_peaks(halves, plan).items():
         if peak.bytes + held > plan.device_memory_bytes:
             raise VerifyError(
                 f"after {after}: the {name} graph needs {peak.bytes + held} bytes of device memory at {peak.node}; "

@@ -1,6 +1,7 @@
 """activation_swap: ``swap_out`` and ``swap_in``.
 
-Guarantees: ``swap_out`` and ``swap_in`` return at once. A swapped-out tensor is held only until its bytes have left;
+Guarantees: ``swap_in`` returns at once, and ``swap_out`` unless more than ``leaving`` allows has not left yet: then it
+waits until it has (a plan's peak counts that much). A swapped-out tensor is held only until its bytes have left;
 its place in host memory or in the store is free again as soon as it is back, or when its handle dies without that
 (a forward whose backward never ran). A handle is good for one ``swap_in``.
 
@@ -25,6 +26,8 @@ from lohan_fx import ops
 from lohan_fx.errors import StepError
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.arrival import Arrival
+from lohan_fx.runtime.byte_window import ByteWindow
+from lohan_fx.runtime.chunk_update import Countdown
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
@@ -53,9 +56,10 @@ class _Swapped:
 
 
 class ActivationSwap:
-    """Sends activations away and brings them back."""
+    """Sends activations away and brings them back. ``leaving``: how many bytes may be on their way out."""
 
     def __init__(self, machine: Machine, arena: HostArena) -> None:
+        self.leaving = ByteWindow(machine.timeline)
         self._machine = machine
         self._arena = arena
         self._away: dict[int, _Swapped] = {}
@@ -102,46 +106,65 @@ class ActivationSwap:
         )
         dense = _is_dense(x)
         flat = _flat_bytes(x if dense else x.contiguous())
-        region = self._arena.take(flat.numel()) if tier == Tier.HOST else None
+        held_bytes = flat.untyped_storage().nbytes()
+        self.leaving.take(held_bytes, f"swap window for {tuple(shown)}")
+        try:
+            region = self._arena.take(flat.numel()) if tier == Tier.HOST else None
+            extent = self._extent(flat.numel()) if region is None and flat.numel() else None
+        except BaseException:
+            self.leaving.give_back(held_bytes)
+            raise
         pieces = [(0, flat.numel())] if region is not None else machine.pieces(flat.numel())
         left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
-        away = _Swapped(left.label, shown, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region)
-        if region is None and flat.numel():
-            away.extent = self._extent(flat.numel())
-        self._away[key] = away
+        self._away[key] = away = _Swapped(
+            left.label, shown, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region, extent
+        )
         # Not a view: autograd would save a detached copy of one, and the original's death would abandon the tensor.
         handle = ops.empty_handle(x.device)
         handle.set_(handle.untyped_storage(), key, (0,), (1,))
         weakref.finalize(handle, self._abandon, key)
+        off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
         after = machine.link.mark()
         for offset, nbytes in pieces:
             source = flat[offset : offset + nbytes]
-            leave = functools.partial(self._leave, away, source, offset, after)
+            leave = functools.partial(self._leave, away, source, offset, after, off_device)
             machine.d2h.submit(leave, label=left.label)
         return handle
 
-    def _leave(self, away: _Swapped, source: torch.Tensor, offset: int, after: Moment) -> None:
+    def _leave(self, away: _Swapped, source: torch.Tensor, offset: int, after: Moment, off_device: Countdown) -> None:
         """On the d2h lane: into the host region, or into a staging buffer and from there to the store."""
         machine = self._machine
         try:
-            buffer = None if away.region is not None else machine.pool.acquire("swap_out")
+            buffer = self._copy_out(away, source, after)
         except BaseException as error:
             away.left.part_done(error)
             raise
+        finally:
+            off_device.one_less()
+        if buffer is None:
+            away.left.part_done()
+            return
+        try:
+            write = functools.partial(self._write, away, buffer, offset, source.numel())
+            machine.ssd.submit(write, priority=SWAP_OUT_PRIORITY, label=away.label)
+        except BaseException as error:
+            buffer.release()
+            away.left.part_done(error)
+            raise
+
+    def _copy_out(self, away: _Swapped, source: torch.Tensor, after: Moment) -> Buffer | None:
+        """Copy into the host region (None), or into the staging buffer that is returned."""
+        machine = self._machine
+        buffer = None if away.region is not None else machine.pool.acquire("swap_out")
         target = away.region.tensor if buffer is None else buffer.tensor[: source.numel()]  # type: ignore[union-attr]
         try:
             with machine.timeline.span("d2h", away.label, source.numel()):
                 machine.link.finish(machine.link.copy_out(target, source, after))
-            if buffer is not None:
-                write = functools.partial(self._write, away, buffer, offset, source.numel())
-                machine.ssd.submit(write, priority=SWAP_OUT_PRIORITY, label=away.label)
-        except BaseException as error:
+        except BaseException:
             if buffer is not None:
                 buffer.release()
-            away.left.part_done(error)
             raise
-        if buffer is None:
-            away.left.part_done()
+        return buffer
 
     def _write(self, away: _Swapped, buffer: Buffer, offset: int, nbytes: int) -> None:
         assert away.extent is not None
@@ -206,20 +229,19 @@ class ActivationSwap:
             copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
             machine.h2d.submit(copy, label=back.label)
             return
-        read = functools.partial(self._read, away, back, destination, offset, after)
         if in_place:
             assert away.extent is not None
             read = functools.partial(read_in_place, machine, back, away.extent, offset, flat, nbytes)
-        machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
+            machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
+            return
+        staged = functools.partial(self._read, away, back, destination, offset, after)
+        machine.read_staged("swap_in", back.label, staged, back.part_done)
 
-    def _read(self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, after: Moment) -> None:
+    def _read(
+        self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, after: Moment, buffer: Buffer
+    ) -> None:
         machine = self._machine
         assert away.extent is not None
-        try:
-            buffer = machine.pool.acquire("swap_in")
-        except BaseException as error:
-            back.part_done(error)
-            raise
         nbytes = destination.numel()
         try:
             machine.read(away.extent, offset, buffer.tensor, nbytes)

@@ -81,6 +81,9 @@ class Engine:
             self._set_up(plan)
         ops.bind(activation_slots, self)
         self._activation_slots.extend(activation_slots)
+        if any(isinstance(a.decision, Swap) for a in plan.activations):
+            # Each plan has counted on its own; where several share the runtime the narrowest keeps all their promises.
+            self._swap.leaving.narrow(plan.windows.swap_out_bytes)
         self._swap.prepare(sorted(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)

@@ -9,17 +9,21 @@ Guarantees:
 - After ``close`` the pages are back with the system even if a tensor still views them. Such a tensor reads zeros
   and does not crash: the addresses stay mapped until the last view is gone.
 
+- Those who ask by ``when_free`` are served in the order of asking, and no thread waits meanwhile.
+
 Assumes: no transfer is in flight on a buffer that is released, nor on any when ``close`` is called (drain the lanes
-first). Waiters of one purpose are not served in order. A forked child does not touch the region: it is not mapped
-there, since a fork during a direct read could otherwise leave the data in the wrong process.
+first). Waiters in ``acquire`` are not served in order, and a purpose has either those or askers by ``when_free``. A
+forked child does not touch the region: it is not mapped there, since a fork during a direct read could otherwise leave
+the data in the wrong process.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,13 +51,16 @@ class Reservation:
 
 @dataclass
 class _Shelf:
-    """The buffers of one purpose: ``free`` holds the indices of those not handed out, the next one last."""
+    """The buffers of one purpose: ``free`` holds the indices of those not handed out, the next one last; ``asking``
+    those who get the next ones, which a thread is handing out while ``serving``."""
 
     offset_bytes: int
     bytes_each: int
     count: int
     free: list[int]
     peak: int = 0
+    asking: deque[Callable[[Buffer], None]] = field(default_factory=deque)
+    serving: bool = False
 
     @property
     def in_use(self) -> int:
@@ -97,6 +104,7 @@ class HostPool:
             raise ValueError("HostPool: asked to pin memory, found no CUDA device; pass pin=False")
         self._shelves, self._nbytes = _lay_out(reservations)
         self._changed = threading.Condition()
+        self._served = 0
         self._pinned = pin
         self._region: mmap.mmap | None
         self._region, self._begin = _map_region(self._nbytes)
@@ -131,6 +139,24 @@ class HostPool:
         shelf = self._shelf(purpose)
         with self._changed:
             return self._hand_out(purpose, shelf) if shelf.free or self._region is None else None
+
+    def when_free(self, purpose: str, call: Callable[[Buffer], None]) -> None:
+        """``call(buffer)`` with the next buffer of ``purpose``: here and now if one is free, else on the thread that
+        releases one. ``call`` neither blocks nor raises. Nobody is called any more once the pool is closed.
+
+        Raises as ``acquire`` does, except for waiting.
+        """
+        shelf = self._shelf(purpose)
+        with self._changed:
+            if self._region is None:
+                raise LohanError(f"cannot ask for a {purpose!r} buffer: the host pool is closed")
+            shelf.asking.append(call)
+        self._serve(purpose, shelf)
+
+    def asking(self) -> tuple[int, int]:
+        """How many wait in ``when_free``, and how many have been served: both as before where nothing has moved."""
+        with self._changed:
+            return sum(len(shelf.asking) for shelf in self._shelves.values()), self._served
 
     def in_use(self, purpose: str) -> int:
         """Buffers of ``purpose`` that are out now."""
@@ -194,8 +220,27 @@ class HostPool:
             if buffer._tensor is None:
                 raise LohanError(f"this {buffer.purpose!r} buffer was released before; release each buffer once")
             buffer._tensor = None
-            self._shelves[buffer.purpose].free.append(buffer._index)
+            shelf = self._shelves[buffer.purpose]
+            shelf.free.append(buffer._index)
             self._changed.notify_all()
+        self._serve(buffer.purpose, shelf)
+
+    def _serve(self, purpose: str, shelf: _Shelf) -> None:
+        """Hand free buffers to those who ask. One thread at a time does, in a loop: whoever is called may release its
+        buffer at once, and a chain of those would be a recursion."""
+        with self._changed:
+            if shelf.serving:
+                return
+            shelf.serving = True
+        while True:
+            with self._changed:
+                if not shelf.asking or not shelf.free or self._region is None:
+                    # Under the lock: who releases or asks after this finds nobody serving, and serves itself.
+                    shelf.serving = False
+                    return
+                call, buffer = shelf.asking.popleft(), self._hand_out(purpose, shelf)
+                self._served += 1
+            call(buffer)
 
 
 def _lay_out(reservations: Mapping[str, Reservation]) -> tuple[dict[str, _Shelf], int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import DeviceLink, link_to
-from lohan_fx.runtime.host_pool import HostPool, Reservation
+from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -62,11 +63,32 @@ class Machine:
         """(offset, bytes) of the transfers that ``nbytes`` are cut into."""
         return [(start, min(self.io_bytes, nbytes - start)) for start in range(0, nbytes, self.io_bytes)]
 
+    def read_staged(
+        self, purpose: str, label: str, read: Callable[[Buffer], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """``read(buffer)`` on the ssd lane once ``purpose`` has a buffer, or ``failed(error)``.
+
+        No thread of the lane waits for one: beside a GPU that is ahead of its transfers they all would, and the drives
+        would rest while states are to be read and written.
+        """
+
+        def submit(buffer: Buffer) -> None:
+            try:
+                self.ssd.submit(functools.partial(read, buffer), priority=FETCH_PRIORITY, label=label)
+            except BaseException as error:
+                buffer.release()
+                failed(error)
+
+        self.pool.when_free(purpose, submit)
+
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until nothing is under way; in the order in which lanes hand jobs on."""
         deadline_s = time.monotonic() + timeout_s
-        for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
-            lane.drain(max(0.1, deadline_s - time.monotonic()))
+        before = None
+        # A transfer that had no buffer yet may have been handed to a lane that was looked at before: look again.
+        while before != (before := self.pool.asking()):
+            for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
+                lane.drain(max(0.1, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """End the lanes, then give back host memory, unless ``LaneTimeout`` is raised: a late job may still use it."""
@@ -86,7 +108,7 @@ def start_machine(
             "fetch": Reservation(windows.io_buffers, windows.io_bytes),
             "swap_in": Reservation(windows.io_buffers, windows.io_bytes),
             "swap_out": Reservation(windows.io_buffers, windows.io_bytes),
-            "gradients": Reservation(windows.optimizer_buffers, 4 * windows.chunk_elements),
+            "gradients": Reservation(windows.gradient_buffers, 4 * windows.chunk_elements),
             "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
             "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
         },

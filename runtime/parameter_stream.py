@@ -19,6 +19,7 @@ import torch
 from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
@@ -97,20 +98,23 @@ class ParameterStream:
         reads = [
             functools.partial(self._read, arrival, parameter, flat, offset, nbytes, after) for offset, nbytes in pieces
         ]
-        return value, [self._on_ssd(arrival, read) for read in reads]
+        staged = functools.partial(machine.read_staged, "fetch", arrival.label, failed=arrival.part_done)
+        return value, [functools.partial(staged, read) for read in reads]
 
     def _on_ssd(self, arrival: Arrival, read: Callable[[], None]) -> Callable[[], object]:
         return functools.partial(self._machine.ssd.submit, read, priority=FETCH_PRIORITY, label=arrival.label)
 
     def _read(
-        self, arrival: Arrival, parameter: ParameterSlot, flat: torch.Tensor, offset: int, nbytes: int, after: Moment
+        self,
+        arrival: Arrival,
+        parameter: ParameterSlot,
+        flat: torch.Tensor,
+        offset: int,
+        nbytes: int,
+        after: Moment,
+        buffer: Buffer,
     ) -> None:
         machine = self._machine
-        try:
-            buffer = machine.pool.acquire("fetch")
-        except BaseException as error:
-            arrival.part_done(error)
-            raise
         try:
             machine.read(parameter.streamed_extent, offset, buffer.tensor, nbytes)
             destination = flat[offset : offset + nbytes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check
 from lohan_fx.passes.search import useful
@@ -18,6 +20,8 @@ def forced(problem: Problem, decision: Decision, home: Tier, states_home: Tier) 
     recompute = isinstance(decision, Recompute)
     decisions = saving(problem, found.mandatory, Keep()) if recompute else saving(problem, useful(found), decision)
     plan = build_plan(problem, decisions, {p.name: home for p in problem.parameters}, states_home)
+    # Activations leave one at a time where memory is short; what the plan leaves free is theirs (``pipeline``).
+    plan = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, swap_out_bytes=0))
     check(problem, plan, problem.device_peak(plan))
     return plan
 

@@ -42,7 +42,8 @@ class Layout:
         homes = default_homes(problem, self.parameters)
         runs = OptimizerTiming.AFTER_BACKWARD if late else OptimizerTiming.IN_BACKWARD
         plan = build_plan(problem, dict(decisions), homes, self.states, optimizer_runs=runs)
-        windows = plan.windows
+        # Activations leave one at a time where memory is short; what the plan leaves free is theirs (``pipeline``).
+        windows = dataclasses.replace(plan.windows, swap_out_bytes=0)
         if not self.prefetches:
             windows = dataclasses.replace(windows, fetch_bytes=0, swap_in_bytes=0, gradient_bytes=0)
         plan = dataclasses.replace(plan, windows=windows)

@@ -66,4 +66,6 @@ def _other(windows: Windows, draw: random.Random) -> Windows:
         io_bytes=draw.choice([4096, 1 << 20]),
         io_buffers=draw.choice([1, 4]),
         optimizer_buffers=draw.choice([2, 4]),
+        gradient_buffers=draw.choice([1, 4]),
+        swap_out_bytes=draw.choice(WINDOW_BYTES),
     )

@@ -34,8 +34,8 @@ DEVICE_SHARE = {
     "flashneuron": 0.8,
     "capuchin": 0.8,
     "checkmate": 0.85,
-    "str": 0.76,
-    "superneurons": 0.915,
+    "str": 0.93,
+    "superneurons": 0.965,
 }
 """Of what the policy takes where there is plenty, on GPT-2: without less it would do nothing else than keep."""
 

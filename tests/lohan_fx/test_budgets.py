@@ -87,16 +87,30 @@ def parameters(*megabytes: int) -> list[ParameterFacts]:
 @given(st.integers(64 * MIB, 2**45), st.lists(st.integers(1, 4096), max_size=5))
 def test_windows_take_a_bounded_part_of_the_promise(host_bytes: int, sizes: list[int]) -> None:
     windows = choose_windows(host_bytes, parameters(*sizes))
-    in_flight = windows.fetch_bytes + windows.swap_in_bytes + windows.gradient_bytes
-    assert in_flight <= host_bytes * 5 // 16
-    assert staging_bytes(windows) <= 200 * MIB
+    in_flight = windows.fetch_bytes + windows.swap_in_bytes + windows.gradient_bytes + windows.swap_out_bytes
+    assert in_flight <= host_bytes * 6 // 16
+    assert staging_bytes(windows) <= 200 * MIB + host_bytes // 64
+    assert staging_bytes(windows, shared=True) <= 200 * MIB
 
 
 @given(st.integers(64 * MIB, 2**45), st.integers(0, 2**45), st.lists(st.integers(1, 4096), max_size=5))
 def test_a_larger_promise_never_gets_smaller_windows(host_bytes: int, more: int, sizes: list[int]) -> None:
     small, large = (choose_windows(nbytes, parameters(*sizes)) for nbytes in (host_bytes, host_bytes + more))
-    for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "chunk_elements", "io_bytes"):
+    for name in ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes", "chunk_elements", "io_bytes"):
         assert getattr(small, name) <= getattr(large, name)
+    # Bytes, because the number of buffers falls where each becomes larger.
+    assert staging_bytes(small) <= staging_bytes(large) + 16 * large.chunk_elements
+
+
+def test_beside_a_gpu_host_memory_holds_the_gradients_of_a_layer() -> None:
+    """Of two bytes per element on the device: so many chunks as the largest layer has, if that is little of the promise."""
+    roomy = choose_windows(1024 * GIB, parameters(10, 3000, 20))
+    assert roomy.gradient_buffers == -(-3000 * MIB // 2 // roomy.chunk_elements) == 1500
+    tight = choose_windows(64 * GIB, parameters(10, 3000, 20))
+    assert 4 * tight.chunk_elements * tight.gradient_buffers == GIB
+    assert choose_windows(1024 * GIB, parameters(10, 3000, 20), shared=True).gradient_buffers == 4
+    frozen = [replace(p, trainable=False) for p in parameters(3000)]
+    assert choose_windows(1024 * GIB, frozen).gradient_buffers == 4
 
 
 def test_windows_hold_two_layers_and_one_layers_gradients_where_there_is_room() -> None:
@@ -125,7 +139,7 @@ def test_on_a_gpu_the_two_memories_are_apart() -> None:
 def test_what_is_moved_in_place_needs_no_staging() -> None:
     windows = choose_windows(8 * GIB, parameters(10))
     saved = staging_bytes(windows) - staging_bytes(windows, shared=True)
-    assert saved == windows.io_buffers * windows.io_bytes + windows.optimizer_buffers * 4 * windows.chunk_elements
+    assert saved == windows.io_buffers * windows.io_bytes + windows.gradient_buffers * 4 * windows.chunk_elements
     shared = make_budgets(CPU, 8 * GIB, None, windows).fixed_bytes
     assert shared == fixed_bytes(windows, 0) - saved
 

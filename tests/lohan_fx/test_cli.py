@@ -80,7 +80,7 @@ def example(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def plan() -> Plan:
-    windows = Windows(0, 0, 0, 4096, 4096, 1, 2)
+    windows = Windows(0, 0, 0, 4096, 4096, 1, 2, 2, 0)
     return Plan("lohan", "cpu", "bfloat16", 1 << 30, 1 << 30, (), (), windows)
 
 

@@ -32,6 +32,9 @@ def fixed():
 def raises():
     raise KeyError("no weights here")
 
+def leaves():
+    raise SystemExit(3)
+
 def nothing():
     return nn.Linear(8, 8), {}
 
@@ -163,6 +166,11 @@ def test_what_a_function_raises_is_kept(functions: str) -> None:
     with pytest.raises(UserCodeError, match="failed: KeyError: 'no weights here'") as caught:
         source_of(f"{functions}:raises").make(None, None)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_function_that_ends_the_process_is_one_that_raises(functions: str) -> None:
+    with pytest.raises(UserCodeError, match="failed: SystemExit: 3"):
+        source_of(f"{functions}:leaves").make(None, None)
 
 
 @pytest.mark.parametrize(

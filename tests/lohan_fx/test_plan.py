@@ -38,6 +38,8 @@ WINDOWS = Windows(
     io_bytes=1 << 20,
     io_buffers=1,
     optimizer_buffers=2,
+    gradient_buffers=2,
+    swap_out_bytes=1 << 20,
 )
 
 
@@ -76,7 +78,8 @@ parameters = st.builds(
     st.sampled_from(OptimizerTiming),
 )
 pages = st.integers(1, 1 << 20).map(lambda n: n * 4096)
-windows = st.builds(Windows, counts, counts, counts, pages, pages, st.integers(1, 64), st.integers(2, 64))
+buffers = st.integers(1, 64)
+windows = st.builds(Windows, counts, counts, counts, pages, pages, buffers, buffers, buffers, counts)
 predictions = st.builds(
     Prediction, stages, stages, st.dictionaries(words, counts, max_size=3), counts, counts, counts, counts
 )
@@ -191,6 +194,8 @@ def test_values_are_checked_when_read_back() -> None:
         ("io_bytes", -4096, "multiple of 4096"),
         ("io_buffers", 0, "at least 1"),
         ("optimizer_buffers", 0, "at least 1"),
+        ("gradient_buffers", 0, "at least 1"),
+        ("swap_out_bytes", -1, "zero or more"),
     ],
 )
 def test_windows_refuse(name: str, value: int, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 from lohan_fx import what_if
+from lohan_fx.budgets import staging_bytes
 from lohan_fx.cli import main
 from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S, _libraries_silenced
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.hardware_file import write
+from lohan_fx.plan import Windows
 
 CONFIG = {"model_type": "gpt2", "n_embd": 128, "n_layer": 7, "n_head": 2, "vocab_size": 512, "n_positions": 128}
 PRESET = "rtx4090-12xP5510"
@@ -317,3 +320,53 @@ def test_what_libraries_print_while_planning_is_no_part_of_the_answer(capfd: pyt
     libc.fflush(None)
     printed = capfd.readouterr()
     assert printed.out == "from us\n" and "from C" in printed.err
+
+
+# --- the change that would fit really does ---------------------------------------------------------------------
+
+
+def suggested(text: str) -> list[str]:
+    """The options of the smallest change that a refusal names."""
+    found = re.findall(r"(host|device)_memory=([\d,]+) would fit", text)
+    found += [("host", least) for least in re.findall(r"pass host_memory of at least ([\d,]+)", text)]
+    return [word for tier, nbytes in found for word in (f"--{tier}-memory", nbytes.replace(",", ""))]
+
+
+@pytest.mark.parametrize("policy", ["lohan", "swap-nvme", "zero-infinity", "in-memory"])
+@pytest.mark.parametrize("given", [("100KiB", "24GiB"), ("90MiB", "24GiB"), ("64GiB", "300KiB"), ("80MiB", "1MiB")])
+def test_the_smallest_change_really_fits(
+    model: str, given: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"--host-memory": given[0], "--device-memory": given[1]}
+    for _ in range(3):  # what takes no part of host memory at all can only be told once something fits there
+        options = [word for pair in asked.items() for word in pair]
+        code = plan(model, *options, "--policy", policy, "--no-simulation")
+        text = capsys.readouterr().out
+        if code == 0:
+            break
+        changes = suggested(text)
+        assert code == 2 and changes, text
+        asked |= dict(zip(changes[::2], changes[1::2], strict=True))
+    assert code == 0, text
+    # The smallest: with what was missing and nothing for growth it is not far away.
+    assert all(int(value) < 2**31 for value in asked.values() if value.isdecimal())
+
+
+def test_the_answer_shows_windows_and_the_division(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--host-memory", "200MiB", "--device-memory", "8MiB")
+    assert plan(model, *options) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "memory of",
+        "saves per step",
+        "windows: fetch",
+        "swap out",
+        "staging of",
+        "buffers per lane",
+        "for gradients",
+    ):
+        assert words in text, words
+    found = answered(capsys, model, *options)
+    windows, shares = found["windows"], {(s["tier"], s["use"]): s["bytes"] for s in found["division"]}
+    assert shares["host", "staging buffers"] == staging_bytes(Windows(**windows))
+    assert sum(nbytes for (tier, _), nbytes in shares.items() if tier == "host") == found["budget_bytes"]["host"]

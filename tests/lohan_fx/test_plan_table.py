@@ -63,6 +63,8 @@ def example() -> Plan:
             io_bytes=4 << 20,
             io_buffers=4,
             optimizer_buffers=3,
+            gradient_buffers=3,
+            swap_out_bytes=64 << 20,
         ),
         prediction=Prediction(
             forward=Stage({"compute": 0.5, "ssd": 0.25}),

@@ -36,6 +36,8 @@ WINDOWS = Windows(
     io_bytes=4096,
     io_buffers=1,
     optimizer_buffers=4,
+    gradient_buffers=4,
+    swap_out_bytes=1 << 20,
 )
 SYSTEMS = [policy.name for policy in ALL if policy not in FORCED]
 IN_CORE = ("flashneuron", "capuchin", "checkmate", "str", "vdnn", "superneurons")

@@ -83,7 +83,7 @@ def test_with_two_buffers_reading_and_copying_overlap() -> None:
 def test_the_next_chunk_is_read_before_the_last_one_is_written() -> None:
     """LoHan IV-C: R(i-1) is queued before W(i), which then overlaps what follows; with three buffers the third chunk is
     read before the first one is written."""
-    given = windows(gradient_bytes=1 << 20, optimizer_buffers=3)
+    given = windows(gradient_bytes=1 << 20, optimizer_buffers=3, gradient_buffers=3)
     plan = plan_for(found := one_layer(12), Keep(), windows=given)
     step = run(found, plan, machine(d2h_bytes_per_s=1e12))
     reads = [start for label, start, _ in lane(step, "ssd") if label == "read weight:moments"]
@@ -95,7 +95,7 @@ def test_the_next_chunk_is_read_before_the_last_one_is_written() -> None:
 
 def test_with_one_optimizer_buffer_nothing_of_the_optimizer_overlaps() -> None:
     """LoHan's naive handler: for each of three chunks 12 s of reading, 4 of updating, 24 of writing."""
-    given = windows(gradient_bytes=1 << 20, optimizer_buffers=1)
+    given = windows(gradient_bytes=1 << 20, optimizer_buffers=1, gradient_buffers=1)
     plan = plan_for(found := one_layer(12), Keep(), windows=given)
     assert run(found, plan, machine(d2h_bytes_per_s=1e12)).tail_s == pytest.approx(3 * (12 + 4 + 24), abs=1e-3)
 
@@ -189,7 +189,7 @@ def test_a_gpu_computes_for_as_long_as_its_nodes_take(decision: Decision) -> Non
 def test_many_transfers_are_simulated_as_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals stay; time by no more than filling and draining."""
     found = one_layer(400)
-    plan = plan_for(found, Keep(), windows=windows(io_buffers=4, optimizer_buffers=4))
+    plan = plan_for(found, Keep(), windows=windows(io_buffers=4, optimizer_buffers=4, gradient_buffers=4))
     fine = run(found, plan, machine())
     monkeypatch.setattr(simulated_machine, "TRANSFERS", 100)
     coarse = run(found, plan, machine())

@@ -28,7 +28,9 @@ STEP = [
     Event("ssd", "write w:master", 107.0, 108.0, 1 << 20),
 ]
 PREDICTION = Prediction(Stage({"compute": 1.5}), Stage({"compute": 4.0, "ssd": 3.0}), {}, 0, 0, 0, 0)
-WINDOWS = Windows(0, 0, 0, chunk_elements=4096, io_bytes=4096, io_buffers=1, optimizer_buffers=2)
+WINDOWS = Windows(
+    0, 0, 0, chunk_elements=4096, io_bytes=4096, io_buffers=1, optimizer_buffers=2, gradient_buffers=2, swap_out_bytes=0
+)
 PLAN = Plan("lohan", "cpu", "bfloat16", 1 << 30, 1 << 30, (), (), WINDOWS, prediction=PREDICTION)
 
 times = st.floats(0, 100, allow_nan=False)

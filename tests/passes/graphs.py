@@ -244,6 +244,8 @@ WINDOWS = Windows(
     io_bytes=4096,
     io_buffers=1,
     optimizer_buffers=2,
+    gradient_buffers=2,
+    swap_out_bytes=1 << 20,
 )
 
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import Peak, peak_bytes, peaks
-from lohan_fx.plan import Keep, Swap, Tier, Windows
+from lohan_fx.passes.liveness import Peak, device_peaks, peak_bytes, peaks, swap_out_room
+from lohan_fx.plan import Keep, Plan, Swap, Tier, Windows
 from tests.passes.fake_runtime import FakeRuntime, backward_inputs, bound, forward_inputs
 from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, both, captured, plan_for, rewrite
 
@@ -120,6 +120,90 @@ def test_what_is_swapped_does_not_stay() -> None:
         for decision in (Keep(), Swap(Tier.HOST))
     }
     assert ends["swap:host"] < ends["keep"] / 10
+
+
+# --- what is leaving ------------------------------------------------------------------------------------------
+
+
+class Lingering(FakeRuntime):
+    """Nothing leaves the device before the windows ask for it."""
+
+    def __init__(self, parameters: Any, windows: Windows) -> None:
+        super().__init__(parameters)
+        self.leaving: dict[str, list[torch.Tensor]] = {"swaps": [], "gradients": []}
+        self.limits = {"swaps": windows.swap_out_bytes, "gradients": windows.gradient_bytes}
+        self.sent: dict[int, torch.Tensor] = {}
+
+    def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
+        self.linger("swaps", x)
+        self.sent[slot] = x
+        return super().swap_out(x, slot, tier)
+
+    def swap_in(self, handle: torch.Tensor, slot: int) -> torch.Tensor:
+        back = self.sent.pop(slot, None)
+        waiting = self.leaving["swaps"]
+        gone = next((place for place, x in enumerate(waiting) if x is back), -1)
+        del waiting[: gone + 1]
+        return super().swap_in(handle, slot)
+
+    def offload_grad(self, g: torch.Tensor, slot: int) -> None:
+        self.linger("gradients", g)
+        super().offload_grad(g, slot)
+
+    def linger(self, kind: str, x: torch.Tensor) -> None:
+        waiting = self.leaving[kind]
+        while waiting and sum(map(_storage_bytes, (*waiting, x))) > self.limits[kind]:
+            del waiting[0]
+        waiting.append(x)
+
+
+def _storage_bytes(x: torch.Tensor) -> int:
+    return x.untyped_storage().nbytes()
+
+
+def lingering(found: Captured, plan: Plan) -> dict[str, int]:
+    """The peaks of both halves where nothing leaves before it must."""
+    halves = rewrite(found, plan)
+    runtime = Lingering(found.parameter_values(), plan.windows)
+    with bound(halves, runtime), torch.no_grad():
+        inputs = forward_inputs(found, shells=True)
+        forward, backward = Meter(both(halves)[0]), Meter(both(halves)[1])
+        first = forward.measure(*inputs, held=[inputs, runtime.leaving], left_out=[])
+        taken = backward_inputs(halves, found, list(forward.result))
+        forward.env.clear()
+        runtime.sent = {slot: x for slot, x in runtime.sent.items() if any(x is y for y in runtime.leaving["swaps"])}
+        second = backward.measure(*taken, held=[inputs, runtime.leaving], left_out=[])
+    return {"forward": first.bytes, "backward": second.bytes - _inputs_that_do_not_cross(found, halves)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("window", [0, 3000, 1 << 30])
+def test_no_runtime_that_obeys_the_windows_needs_more(name: str, window: int) -> None:
+    found = captured(name)
+    given = replace(WINDOWS, swap_out_bytes=window, gradient_bytes=window)
+    plan = plan_for(found, Swap(Tier.HOST), windows=given)
+    halves = rewrite(found, plan)
+    bound_of, without, needed = device_peaks(halves, plan), peaks(halves, plan), lingering(found, plan)
+    for half, most in needed.items():
+        assert without[half].bytes <= most <= bound_of[half].bytes
+    if window == 1 << 30:
+        assert needed["forward"] == bound_of["forward"].bytes
+
+
+def test_the_widest_window_that_fits() -> None:
+    found = captured("transformer")
+    plan = plan_for(found, Swap(Tier.HOST))
+    halves = rewrite(found, plan)
+
+    def peak(window: int) -> int:
+        asked = replace(plan, windows=replace(plan.windows, swap_out_bytes=window))
+        return max(half.bytes for half in device_peaks(halves, asked).values())
+
+    everything = swap_out_room(halves, plan, 1 << 40)
+    assert peak(everything) == peak(1 << 40) > peak(0)
+    for limit in range(peak(0), peak(everything), (peak(everything) - peak(0)) // 7):
+        room = swap_out_room(halves, plan, limit)
+        assert peak(room) <= limit < peak(room + 1)
 
 
 # --- by hand --------------------------------------------------------------------------------------------------

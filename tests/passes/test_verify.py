@@ -13,7 +13,7 @@ from lohan_fx import meta, ops
 from lohan_fx.errors import VerifyError
 from lohan_fx.passes.halves import Halves, outputs_of, set_outputs
 from lohan_fx.passes.insert_recompute import insert_recompute
-from lohan_fx.passes.liveness import peaks
+from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.passes.verify import ORDER, verify
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from tests.passes.fake_runtime import eager, run
@@ -341,9 +341,9 @@ def test_more_bytes_than_the_budget(home: Tier) -> None:
     plan = plan_for(found, mixed(found), home=home)
     halves = rewrite(found, plan)
     resident = sum(p.bytes for p in plan.parameters) if home is Tier.DEVICE else 0
-    needed = {name: peak.bytes + resident for name, peak in peaks(halves, plan).items()}
+    needed = {name: peak.bytes + resident for name, peak in device_peaks(halves, plan).items()}
     verify(halves, replace(plan, device_memory_bytes=max(needed.values())), after="schedule")
-    for name, peak in peaks(halves, plan).items():
+    for name, peak in device_peaks(halves, plan).items():
         if needed[name] == max(needed.values()):
             message = refused(halves, replace(plan, device_memory_bytes=needed[name] - 1))
             assert f"the {name} graph needs {needed[name]} bytes of device memory at {peak.node}" in message

@@ -15,6 +15,7 @@ import torch
 from lohan_fx import ops
 from lohan_fx.errors import LohanError, StepError, StoreError
 from lohan_fx.runtime.activation_swap import ActivationSwap
+from lohan_fx.runtime.device_link import CpuLink, Moment
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.machine import Machine
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
@@ -260,3 +261,67 @@ def test_closing_with_transfers_under_way(tmp_path: Path) -> None:
         with pytest.raises(LohanError, match=r"lane 'd2h' is closed: cannot submit 'swap_out of \(3,\)'"):
             swap.swap_out(torch.randn(3), "host")
         ops._expected.arrivals.pop(value._cdata)
+
+
+# --- how much may be leaving ----------------------------------------------------------------------------------
+
+
+class SlowLink(CpuLink):
+    """Lets each copy out go on only when it is told to."""
+
+    def __init__(self, *, shares_memory: bool) -> None:
+        super().__init__(shares_memory=shares_memory)
+        self.go = threading.Semaphore(0)
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
+        assert self.go.acquire(timeout=PATIENCE_S)
+        return super().copy_in(destination, source, after)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_more_leaves_at_once_than_the_window_holds(tier: str, rig: Rig, shares_memory: bool) -> None:
+    rig.machine.link = link = SlowLink(shares_memory=shares_memory)
+    values = [torch.full((IO_BYTES // 4,), float(i)) for i in range(6)]
+    rig.swap.leaving.narrow(2 * IO_BYTES)
+    handles: list[torch.Tensor] = []
+    ended = threading.Event()
+
+    def send() -> None:
+        handles.extend(rig.swap.swap_out(value, tier) for value in values)
+        ended.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while rig.swap.away < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert not ended.wait(0.05) and rig.swap.away == 2  # the third waits for the first to leave
+    link.go.release(len(values))
+    assert ended.wait(PATIENCE_S)
+    rig.machine.drain(PATIENCE_S)
+    assert rig.swap.leaving.peak_bytes == 2 * IO_BYTES
+    assert rig.machine.timeline.stall_s > 0
+    assert all(torch.equal(rig.back(handle), value) for handle, value in zip(handles, values, strict=True))
+
+
+def test_what_fails_to_leave_gives_its_room_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise MemoryError("out of staging")
+
+    rig.swap.leaving.narrow(IO_BYTES)
+    x = torch.randn(3 * IO_BYTES // 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.machine.link, "copy_out", fails, raising=True)
+        handle = rig.swap.swap_out(x, "nvme")
+        with pytest.raises(MemoryError):
+            rig.back(handle)
+    rig.backend.faults["fallocate"] = [errno.ENOSPC]
+    with pytest.raises(StoreError, match="No space left"):
+        rig.swap.swap_out(torch.randn(10), "nvme")
+    for _ in range(3):
+        assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
+
+
+def test_a_part_of_a_tensor_counts_with_all_that_it_keeps_alive(rig: Rig) -> None:
+    whole = torch.randn(100, 50)
+    rig.swap.swap_out(whole[:3], "nvme")
+    assert rig.swap.leaving.peak_bytes == whole.nbytes

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx.errors import LaneTimeout, LohanError
-from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation, page_padded_bytes
+from lohan_fx.runtime.host_pool import PAGE_BYTES, Buffer, HostPool, Reservation, page_padded_bytes
 
 PATIENCE_S = 10.0
 MIB = 1024 * 1024
@@ -276,3 +276,61 @@ def test_pinning_registers_the_whole_region_once_and_reports_a_refusal(
         assert cudart.registered == {buffer.tensor.data_ptr(): 8192}
     pool.close()
     assert cudart.registered == {}
+
+
+# --- asking without waiting -----------------------------------------------------------------------------------
+
+
+def test_who_asks_is_called_at_once_or_by_whoever_releases_in_order() -> None:
+    with HostPool({"fetch": Reservation(2, 100)}) as pool:
+        got: list[tuple[int, Buffer]] = []
+        for number in range(4):
+            pool.when_free("fetch", lambda buffer, number=number: got.append((number, buffer)))  # type: ignore[misc]
+        assert [number for number, _ in got] == [0, 1] and pool.asking() == (2, 2)
+        got[1][1].release()
+        assert [number for number, _ in got] == [0, 1, 2] and pool.asking() == (1, 3)
+        got[0][1].release()
+        assert [number for number, _ in got] == [0, 1, 2, 3]
+        for _, buffer in got[2:]:
+            buffer.release()
+        assert pool.in_use("fetch") == 0 and pool.peak_in_use("fetch") == 2
+
+
+def test_buffers_that_are_released_at_once_are_no_recursion() -> None:
+    with HostPool({"fetch": Reservation(1, 100)}) as pool:
+        first = pool.acquire("fetch")
+        for _ in range(5000):
+            pool.when_free("fetch", Buffer.release)
+        first.release()
+        assert pool.asking() == (0, 5000) and pool.in_use("fetch") == 0
+
+
+def test_releases_from_many_threads_leave_nobody_waiting() -> None:
+    with HostPool({"fetch": Reservation(3, 100)}) as pool:
+        done = threading.Semaphore(0)
+
+        def later(buffer: Buffer) -> None:
+            def release() -> None:
+                buffer.release()
+                done.release()
+
+            threading.Thread(target=release, daemon=True).start()
+
+        for _ in range(300):
+            pool.when_free("fetch", later)
+        assert all(done.acquire(timeout=PATIENCE_S) for _ in range(300))
+        assert pool.asking() == (0, 300) and pool.in_use("fetch") == 0
+
+
+def test_nobody_is_called_once_the_pool_is_closed() -> None:
+    pool = HostPool({"fetch": Reservation(1, 100)})
+    buffer = pool.acquire("fetch")
+    called: list[Buffer] = []
+    pool.when_free("fetch", called.append)
+    pool.close(force=True)
+    buffer.release()
+    assert not called
+    with pytest.raises(LohanError, match="the host pool is closed"):
+        pool.when_free("fetch", called.append)
+    with pytest.raises(ValueError, match="no host memory is reserved for 'such'"):
+        pool.when_free("such", called.append)

@@ -89,7 +89,7 @@ def planned(slot: ParameterSlot, home: Tier, states_home: Tier) -> ParameterPlan
 
 
 def plan(*parameters: ParameterPlan) -> Plan:
-    windows = Windows(0, 0, 0, CHUNK_ELEMENTS, 4096, 1, 2)
+    windows = Windows(0, 0, 0, CHUNK_ELEMENTS, 4096, 1, 2, 2, 0)
     return Plan("keep", "cpu", "float32", 1, 1, (), parameters, windows)
 
 

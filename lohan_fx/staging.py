@@ -1,0 +1,123 @@
+"""staging: how many buffers of host memory pay: the part of the joint decision that no formula of lanes can see.
+
+The formula takes every lane as always at work. On a machine a layer's gradients come in a burst, and what staging holds
+of them is what the drives work on until the next one; what it holds of parameters lets them read ahead (Fuyou's CPU
+queue, mechanisms B5). So a few sizes are simulated on the plan's own graphs. More bytes must save more seconds than
+anything else would with them (``Division.per_byte_s``), as far as the plan leaves none free.
+
+``chunk_elements`` and ``io_bytes`` stay: the store is laid out by the first, and the second is what drives want.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lohan_fx.budgets import staging_bytes
+from lohan_fx.plan import Division, Plan, Share, Tier, Use, Windows
+from lohan_fx.units import format_bytes, format_seconds
+
+LEAST_BUFFERS = 4
+"""Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
+FACTORS = (0.25, 2.0, 4.0)
+"""Of what the planner began with, tried one purpose after the other while that pays."""
+WORTH_IT = 0.005
+"""Share of a step that more staging must save, net: less is the grain of the simulation."""
+TRANSFERS = 8_000
+"""Of a step that are simulated one by one to judge a candidate."""
+PURPOSES = ("gradient_buffers", "optimizer_buffers", "io_buffers")
+
+StepSeconds = Callable[[Windows], float]
+"""Simulated seconds of a step with these windows."""
+
+
+@dataclass(frozen=True)
+class Staging:
+    """What was chosen. ``step_s`` with it, ``least_s`` with ``LEAST_BUFFERS`` of everything, both simulated; ``began_s``
+    with what the planner began with; ``per_byte_s``: what a byte saves elsewhere."""
+
+    windows: Windows
+    step_s: float
+    began_s: float
+    least_s: float
+    per_byte_s: float
+
+
+def choose(windows: Windows, step_s: StepSeconds, *, shared: bool, per_byte_s: float, free_bytes: int) -> Staging:
+    """The staging with the least ``step_s`` and price, beginning with ``windows``, of which all bytes are paid.
+
+    ``free_bytes`` of host memory cost nothing; beyond them each costs ``per_byte_s``, and where there are none each one
+    less earns as much.
+    """
+    seconds = functools.cache(step_s)
+    began_bytes = staging_bytes(windows, shared=shared)
+
+    def price_s(asked: Windows) -> float:
+        more = staging_bytes(asked, shared=shared) - began_bytes
+        return per_byte_s * (max(0, more - free_bytes) if more > 0 or free_bytes else more)
+
+    best = windows
+    for purpose in PURPOSES:
+        if shared and purpose == "gradient_buffers":
+            continue  # gradients are updated where they are
+        for asked in _others(windows, best, purpose):
+            if seconds(asked) + price_s(asked) < seconds(best) + price_s(best) - WORTH_IT * seconds(best):
+                best = asked
+    least = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
+    return Staging(best, seconds(best), seconds(windows), seconds(least), per_byte_s)
+
+
+def _others(began: Windows, best: Windows, purpose: str) -> Iterator[Windows]:
+    """``best`` with other numbers of buffers of one purpose."""
+    count = getattr(began, purpose)
+    if count <= 1:
+        return  # one optimizer buffer is LoHan's naive handler
+    for factor in FACTORS:
+        tried = max(LEAST_BUFFERS, round(count * factor))
+        if tried != count:
+            yield dataclasses.replace(best, **{purpose: tried})
+
+
+def with_staging(plan: Plan, found: Staging, extra_bytes: int) -> Plan:
+    """``plan`` with the staging that was chosen, told in its notes and shown in its division; ``extra_bytes`` more than it
+    had are taken from what was free."""
+    windows = with_buffers_of(plan.windows, found.windows)
+    division = plan.division
+    if division is not None:
+        division = dataclasses.replace(division, shares=tuple(_shares(division, found, extra_bytes)))
+    return dataclasses.replace(
+        plan, windows=windows, division=division, notes=(*plan.notes, note(found, shared=plan.device == "cpu"))
+    )
+
+
+def with_buffers_of(windows: Windows, other: Windows) -> Windows:
+    """``windows`` with as many buffers as ``other`` has."""
+    return dataclasses.replace(windows, **{purpose: getattr(other, purpose) for purpose in PURPOSES})
+
+
+def _shares(division: Division, found: Staging, extra_bytes: int) -> Iterator[Share]:
+    for share in division.shares:
+        if share.tier is Tier.HOST and share.use is Use.STAGING:
+            yield dataclasses.replace(
+                share, bytes=share.bytes + extra_bytes, saves_s=max(0.0, found.least_s - found.step_s)
+            )
+        elif share.tier is Tier.HOST and share.use is Use.FREE:
+            yield dataclasses.replace(share, bytes=share.bytes - extra_bytes)
+        else:
+            yield share
+
+
+def note(found: Staging, *, shared: bool) -> str:
+    """Which staging was chosen, and why."""
+    windows = found.windows
+    size = format_bytes(staging_bytes(windows, shared=shared))
+    counts = [f"{windows.io_buffers} buffers per lane", f"{windows.optimizer_buffers} for updates"]
+    counts += [] if shared else [f"{windows.gradient_buffers} for gradients"]
+    why = [f"simulated {format_seconds(found.step_s)} a step"]
+    if found.least_s > found.step_s * (1 + WORTH_IT):
+        why.append(f"{format_seconds(found.least_s)} with {LEAST_BUFFERS} of each")
+    why.append("more would not pay")
+    elsewhere = f"a GiB elsewhere saves {format_seconds(found.per_byte_s * 2**30)}" if found.per_byte_s else ""
+    return f"staging of {size}: {', '.join(counts)}: " + ", ".join(why) + (f"; {elsewhere}" if elsewhere else "")

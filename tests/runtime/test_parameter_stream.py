@@ -1,0 +1,90 @@
+"""Fetches beside a GPU: a thread that is ahead of its transfers does not keep the drives from others."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lohan_fx import ops
+from lohan_fx.runtime.activation_swap import ActivationSwap
+from lohan_fx.runtime.device_link import CpuLink, Moment
+from lohan_fx.runtime.host_arena import HostArena
+from lohan_fx.runtime.machine import STATE_READ_PRIORITY, Machine
+from lohan_fx.runtime.parameter_stream import ParameterStream
+from lohan_fx.runtime.slots import Residency
+from tests.runtime.rig import CHUNK_ELEMENTS, IO_BYTES, machine, parameter
+
+pytestmark = pytest.mark.usefixtures("leak_check")
+
+PATIENCE_S = 30.0
+PIECES = 12
+
+
+class LateLink(CpuLink):
+    """A device that has not come to the point from which on it may be copied to, as a GPU behind its launching thread."""
+
+    def __init__(self) -> None:
+        super().__init__(shares_memory=False)
+        self.reached = threading.Event()
+
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
+        assert self.reached.wait(PATIENCE_S)
+        return super().copy_in(destination, source, after)
+
+
+def late(made: Machine) -> LateLink:
+    made.link = link = LateLink()
+    return link
+
+
+def test_drives_serve_others_while_fetched_parameters_wait_for_the_device(tmp_path: Path) -> None:
+    weight = parameter("weight", PIECES * IO_BYTES // 4)
+    with machine(tmp_path, shares_memory=False) as made:
+        made.store.allocate(weight.extents(CHUNK_ELEMENTS))
+        value, memory = made.landing.on_pages(weight.shape, torch.float32)
+        value.copy_(torch.arange(weight.numel))
+        made.store.write(weight.master_extent, 0, memory, weight.compute_bytes)
+        stream = ParameterStream(made, {0: weight}, {0: Residency()}, lambda slot: None)
+        link = late(made)
+        fetched = stream.fetch(0)
+        _, page = made.landing.on_pages(torch.Size([IO_BYTES]), torch.uint8)
+        # More pieces than buffers and threads: were threads to wait for buffers, this would be read when the device is
+        # reached, which is after it.
+        made.ssd.submit(lambda: made.read(weight.master_extent, 0, page, IO_BYTES), priority=STATE_READ_PRIORITY).wait(
+            PATIENCE_S
+        )
+        assert made.pool.asking()[0] == PIECES - 2
+        link.reached.set()
+        ops._wait(fetched)
+        assert torch.equal(fetched, value)
+
+
+def test_draining_waits_for_pieces_that_have_no_buffer_yet(tmp_path: Path) -> None:
+    with machine(tmp_path, shares_memory=False) as made:
+        swap = ActivationSwap(made, HostArena(None))
+        x = torch.randn(PIECES * IO_BYTES // 4)
+        handle = swap.swap_out(x, "nvme")
+        made.drain(PATIENCE_S)
+        link = late(made)
+        back = swap.swap_in(handle)
+        threading.Timer(0.05, link.reached.set).start()
+        made.drain(PATIENCE_S)
+        assert made.pool.asking()[0] == 0 and made.pool.in_use("swap_in") == 0
+        ops._wait(back)
+        assert torch.equal(back, x)
+
+
+def test_closing_fails_what_has_no_buffer_yet(tmp_path: Path) -> None:
+    with machine(tmp_path, shares_memory=False) as made:
+        swap = ActivationSwap(made, HostArena(None))
+        handle = swap.swap_out(torch.randn(PIECES * IO_BYTES // 4), "nvme")
+        made.drain(PATIENCE_S)
+        link = late(made)
+        back = swap.swap_in(handle)
+        link.reached.set()
+        made.close()
+        del back, handle
+        ops._expected.arrivals.clear()
