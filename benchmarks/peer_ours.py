@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,7 +62,9 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
     )  # fmt: skip
     gc.collect()
     tokens = harness.batches(options)
-    engine = compiled(model).engine
+    engine, memory = compiled(model).engine, compiled(model).memory
+    if args.memory:
+        memory.watch()
     losses, seconds, peaks = [], [], [harness.status_kb("VmHWM")]
     warmup = LEAST_WARM_UP if plan else REVISING + 1
     for step in range(warmup + args.steps):
@@ -100,6 +103,10 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
         },
         "predicted_lanes_s": {s: dict(getattr(prediction, s).lanes_s) for s in ("forward", "backward", "optimizer")},
     }
+    if args.memory:
+        report = memory.report(found, args.peak_rss or 0)
+        print(report, file=sys.stderr, flush=True)
+        figures["memory"] = asdict(report)
     if args.save_plan is not None:
         args.save_plan.write_text(found.to_json())
     compiled(model).detach()
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="obey this plan instead of searching and revising one")
     parser.add_argument("--save-plan", type=Path, help="write the plan obeyed in the end")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--memory", action="store_true", help="tell where every byte of the peak went")
     args = parser.parse_args(own)
     if not separator:
         parser.error("the harness' options follow after --")

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,13 @@ def child(case: Case, args: argparse.Namespace) -> None:
     hw = HardwareProfile.load(args.hw)
     hw = dataclasses.replace(hw, nvme=measure_drives([str(args.nvme)], DRIVES_S, lambda label: None))
     workload = Workload(case.size, case.batch, case.seq)
-    before = memory_bytes("VmRSS")
     ours = streamed(workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
     prediction, store = ours.plan.prediction, compiled(ours.model).engine.store
     assert prediction is not None
     simulation = lohan_fx.simulate(ours.model)
     seconds = []
     monitor = lohan_fx.Monitor(ours.model)
+    expected = monitor.expected_peak_rss_bytes()
     for _ in range(WARM_UP):
         ours.step()
     read, written = store.bytes_read, store.bytes_written
@@ -86,6 +86,8 @@ def child(case: Case, args: argparse.Namespace) -> None:
         ours.step()
         seconds.append(time.perf_counter() - start_s)
         lanes.append(monitor.step().lanes_s)
+    report = monitor.memory()
+    print(report, file=sys.stderr, flush=True)
     figures = {
         "predicted_s": prediction.step_s,
         "simulated_s": simulation.step_s,
@@ -97,8 +99,10 @@ def child(case: Case, args: argparse.Namespace) -> None:
         "bytes": [(store.bytes_read - read) / args.steps, (store.bytes_written - written) / args.steps],
         "predicted_bytes": [prediction.nvme_read_bytes, prediction.nvme_write_bytes],
         "simulated_bytes": [simulation.nvme_read_bytes, simulation.nvme_write_bytes],
-        "predicted_peak_rss_bytes": before + prediction.peak_bytes["host"],
+        "predicted_peak_rss_bytes": expected,
+        "planned_peak_rss_bytes": monitor.other_rss_bytes + prediction.peak_bytes["host"],
         "peak_rss_bytes": memory_bytes("VmHWM"),
+        "memory": asdict(report),
     }
     lohan_fx.release(ours.model)
     print(json.dumps(figures))
@@ -130,6 +134,7 @@ def judged(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_s": statistics.median(found["predicted_s"] for found in rounds),
         "simulated_s": statistics.median(found["simulated_s"] for found in rounds),
         "measured_s": took_s,
+        "planned_peak_rss_bytes": statistics.median(found["planned_peak_rss_bytes"] for found in rounds),
         "predicted_peak_rss_bytes": statistics.median(found["predicted_peak_rss_bytes"] for found in rounds),
         "peak_rss_bytes": statistics.median(found["peak_rss_bytes"] for found in rounds),
         "bytes_exact": all(found["bytes"] == found["predicted_bytes"] for found in rounds),

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 import lohan_fx
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_report import MemoryReport
 from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan
 from lohan_fx.plan_table import plan_summary
@@ -213,6 +214,7 @@ class Outcome:
     peak_bytes: int
     events: list[Event]
     sample: str
+    memory: MemoryReport
 
 
 def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> Outcome:
@@ -222,6 +224,7 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
     plan = lohan_fx.prepare(model, input_ids=batch, labels=batch)
     print(f"captured and planned in {monitor.step().seconds:.0f} s\n\n{plan_summary(plan)}\n", flush=True)
     assert plan.prediction is not None
+    expected_peak_bytes = monitor.expected_peak_rss_bytes()
     if args.steps is None:
         args.steps = max(FEWEST_STEPS, min(STEPS, int(TRAINING_S / plan.prediction.step_s)))
     before = validation_loss(model, text)
@@ -235,15 +238,20 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
         # What the new plan predicts is held against the steps after the one that captured it.
         revised_at = max(n for n, report in enumerate(reports) if report.predicted_s != reports[-1].predicted_s) + 1
         reports = reports[revised_at:]
-    per_step = show_predicted_and_measured(plan, reports, monitor.other_rss_bytes)
+        expected_peak_bytes = monitor.expected_peak_rss_bytes()
+    per_step = show_predicted_and_measured(plan, reports, expected_peak_bytes)
     measured = monitor.stages()
     if measured is not None:
         show_stages(plan, measured)
+    memory = monitor.memory()
+    print(memory, end="\n\n")
     begin_s = time.perf_counter()
     sample = generate(model, args)
     print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)
     peak_bytes = max(report.peak_rss_bytes for report in reports) - monitor.other_rss_bytes
-    return Outcome(plan, losses, {"before": before, "after": after}, reports, per_step, peak_bytes, events, sample)
+    return Outcome(
+        plan, losses, {"before": before, "after": after}, reports, per_step, peak_bytes, events, sample, memory
+    )
 
 
 def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
@@ -277,6 +285,7 @@ def run(args: argparse.Namespace) -> None:
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "parameters": parameters, "losses": done.losses, "validation_loss": done.validation_loss,
         "per_step": done.per_step, "reports": [asdict(report) for report in done.reports], "sample": done.sample,
+        "memory": asdict(done.memory),
         "compare": compared, "seconds": time.perf_counter() - begin_s,
         "machine": hw.machine, "versions": dict(hw.versions),
     }  # fmt: skip

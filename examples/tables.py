@@ -33,11 +33,11 @@ def show_hardware(hw: HardwareProfile) -> None:
 
 
 def show_predicted_and_measured(
-    plan: Plan, reports: Sequence[StepReport], other_rss_bytes: int
+    plan: Plan, reports: Sequence[StepReport], expected_peak_bytes: int
 ) -> dict[str, dict[str, float]]:
     """A table of medians over the steps; the same as data. The first step, which warms everything up, is left out.
 
-    ``other_rss_bytes``: what the process has in RAM beside the model and its training.
+    ``expected_peak_bytes``: of the process's memory (``Monitor.expected_peak_rss_bytes``).
     """
     prediction = plan.prediction
     assert prediction is not None
@@ -52,7 +52,7 @@ def show_predicted_and_measured(
         found = median(lambda r, lane=lane: r.lanes_s.get(lane, 0.0))  # type: ignore[misc]
         seconds[lane] = (sum(stage.get(lane, 0.0) for stage in stages), found)
     nbytes = {
-        "peak RSS": (other_rss_bytes + prediction.peak_bytes["host"], max(r.peak_rss_bytes for r in reports)),
+        "peak RSS": (expected_peak_bytes, max(r.peak_rss_bytes for r in reports)),
         "NVMe read": (prediction.nvme_read_bytes, median(lambda r: r.nvme_read_bytes)),
         "NVMe written": (prediction.nvme_write_bytes, median(lambda r: r.nvme_written_bytes)),
     }

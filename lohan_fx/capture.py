@@ -17,9 +17,11 @@ from lohan_fx import ops
 from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
+from lohan_fx.passes.liveness import rises
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
+from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.shell import Shell
 
 Replan = Callable[[Request], Plan]
@@ -33,8 +35,8 @@ class Linked(Protocol):
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
     ) -> None: ...
-    def forward(self, *, training: bool) -> AbstractContextManager[None]: ...
-    def backward(self) -> AbstractContextManager[None]: ...
+    def forward(self, rises: Rises, *, training: bool) -> AbstractContextManager[None]: ...
+    def backward(self, rises: Rises) -> AbstractContextManager[None]: ...
 
 
 def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
@@ -47,6 +49,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         found = shells_among(example_inputs)
         slots = range(0)
         compiled: dict[str, dict[str, Run]] = {}
+        coming: dict[str, Rises] = {}
 
         def training(
             joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -69,24 +72,34 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             again = functools.partial(replan, joint, num_fwd_outputs, parameters)
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             compiled.update(halves.compiled)
+            coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
             return halves.forward, halves.backward
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
             halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
             model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
-            return _linked(halves.forward, lambda: model.forward(training=False))
+            coming.update(_host_rises(halves, plan))
+            return _linked(halves.forward, lambda: model.forward(coming["forward"], training=False))
 
         return aot_autograd(
             fw_compiler=lambda graph, _: _linked(
-                replace_segments(graph, compiled.get("forward", {})), lambda: model.forward(training=True)
+                replace_segments(graph, compiled.get("forward", {})),
+                lambda: model.forward(coming["forward"], training=True),
             ),
-            bw_compiler=lambda graph, _: _linked(replace_segments(graph, compiled.get("backward", {})), model.backward),
+            bw_compiler=lambda graph, _: _linked(
+                replace_segments(graph, compiled.get("backward", {})), lambda: model.backward(coming["backward"])
+            ),
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)
 
     return backend
+
+
+def _host_rises(halves: Halves, plan: Plan) -> dict[str, Rises]:
+    """What each half takes of host memory from look to look (``ResidentLimit``): nothing where a GPU has what it makes."""
+    return {name: found if plan.device == "cpu" else {} for name, found in rises(halves, plan).items()}
 
 
 def shells_among(example_inputs: Sequence[Any]) -> dict[int, ParameterInput]:

@@ -98,7 +98,7 @@ def compile(
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
     warn_if_measured_elsewhere(hw)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
-    rss_before_bytes = process_memory.rss_bytes()
+    before = process_memory.now()
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]
     facts = tuple(ParameterFacts(s.name, s.numel, s.compute_bytes, s.trainable) for s in slots)
@@ -143,7 +143,7 @@ def compile(
             allocate(engine, found, checkpoints)
             undo.callback(install(fill(engine, model, found, initialize, files)))
         originals = {slot: original for slot, (_, original) in found.items()}
-        CompiledModel(model, engine, request, originals, cleanup, rss_before_bytes=rss_before_bytes).attach()
+        CompiledModel(model, engine, request, originals, cleanup, before=before).attach()
         undo.pop_all()
     return model
 

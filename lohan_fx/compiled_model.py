@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.held_gradient import HeldGradient
+from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import Request, settled
 from lohan_fx.plan import Plan
+from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
-from lohan_fx.runtime.resident_limit import ResidentLimit
+from lohan_fx.runtime.resident_limit import ResidentLimit, Rises
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -55,11 +57,11 @@ class CompiledModel:
         originals: Mapping[int, Original],
         cleanup: Callable[[], None],
         *,
-        rss_before_bytes: int,
+        before: ProcessMemory,
     ) -> None:
         self.model = model
         self.engine = engine
-        self.rss_before_bytes = rss_before_bytes
+        self.rss_before_bytes = before.rss_bytes
         self.plans: list[Plan] = []
         self.halves: list[Halves] = []
         self._request = request
@@ -72,8 +74,9 @@ class CompiledModel:
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
         # The model's own parameters were there before ``compile``, and are gone.
-        limit_bytes = max(0, rss_before_bytes - self.original_bytes) + request.budgets.host_memory_bytes
-        engine.resident_limit = ResidentLimit(limit_bytes, process_memory.return_free_memory)
+        limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
+        engine.resident_limit = ResidentLimit(limit_bytes, self._give_back)
+        self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
 
     @property
@@ -136,6 +139,10 @@ class CompiledModel:
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
         gc.collect()
+        process_memory.return_free_memory()
+
+    def _give_back(self) -> None:
+        self.engine.return_free_memory()
         process_memory.return_free_memory()
 
     def _at_exit(self) -> None:
@@ -233,7 +240,7 @@ class CompiledModel:
         self._forget_graphs(self._call[True])
 
     @contextmanager
-    def forward(self, *, training: bool) -> Iterator[None]:
+    def forward(self, rises: Rises, *, training: bool) -> Iterator[None]:
         if self._unconfigured:
             self._tidy_up()
         while self._unconfigured:
@@ -241,11 +248,22 @@ class CompiledModel:
             self._unconfigured.pop(0)
         if self._preparing:
             raise Prepared
-        with self.engine.forward(training=training):
+        with self._in_stage("forward", rises), self.engine.forward(training=training):
             yield
 
-    def backward(self) -> AbstractContextManager[None]:
-        return self.engine.backward()
+    @contextmanager
+    def backward(self, rises: Rises) -> Iterator[None]:
+        with self._in_stage("backward", rises), self.engine.backward():
+            yield
+
+    @contextmanager
+    def _in_stage(self, name: str, rises: Rises) -> Iterator[None]:
+        self.memory.stage(name)
+        self.engine.resident_limit.begin(rises)
+        try:
+            yield
+        finally:
+            self.memory.stage(BETWEEN)
 
     # --- what shells and users ask for ------------------------------------------------------------------------
 
@@ -321,6 +339,7 @@ class CompiledModel:
         reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
 
     def _close(self, timeout_s: float) -> None:
+        self.memory.stop()
         try:
             self.engine.close(timeout_s=timeout_s)
         finally:

@@ -143,16 +143,18 @@ class SimulatedShelf:
 
     def __init__(self, clock: Clock, count: int) -> None:
         self.count = count
-        self.most_in_use = 0
         self._clock = clock
         self._free = count
         self._waiting: deque[Signal] = deque()
+
+    @property
+    def in_use(self) -> int:
+        return self.count - self._free
 
     def try_acquire(self) -> bool:
         if not self._free:
             return False
         self._free -= 1
-        self.most_in_use = max(self.most_in_use, self.count - self._free)
         return True
 
     def acquire(self) -> Thread:

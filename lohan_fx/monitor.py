@@ -11,9 +11,11 @@ from torch import nn
 
 from lohan_fx import process_memory
 from lohan_fx.compile import compiled
+from lohan_fx.memory_report import MemoryReport
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.timeline import Event
 from lohan_fx.self_check import StepCheck, typical
+from lohan_fx.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Monitor:
             optimizer.step()
             report = monitor.step()
 
-    Making one lets the process's peak memory begin anew (``process_memory.forget_peak_rss``).
+    Making one lets the process's peak memory begin anew (``process_memory.forget_peak_rss``), and has a thread watch it until
+    the model is released.
 
     ``other_rss_bytes``: what the process had before ``compile`` beside the model's parameters, which are the runtime's
     from then on. The peak that a plan predicts (``plan.prediction.peak_bytes["host"]``) comes on top of it.
@@ -64,6 +67,7 @@ class Monitor:
         self._compiled = compiled(model)
         self.other_rss_bytes = self._compiled.rss_before_bytes - self._compiled.original_bytes
         process_memory.forget_peak_rss()
+        self._compiled.memory.watch()
         self._begin()
 
     def _begin(self) -> None:
@@ -98,6 +102,25 @@ class Monitor:
         """The training plan in force (the first steps may revise it; see ``compile``), None before there is one."""
         graphs = self._compiled.training_graphs()
         return self._compiled.plans[graphs[-1]] if graphs else None
+
+    def expected_peak_rss_bytes(self) -> int:
+        """What the process will have in RAM at the peak of a training step under ``plan``, by simulating one, and by what
+        capture has left behind. The plan's own figure is the most it may be: windows and buffers full at the same moment.
+
+        Raises ``ValueError`` before there is a plan.
+        """
+        graphs = self._compiled.training_graphs()
+        if not graphs:
+            raise ValueError("no training graph is captured yet: call lohan_fx.prepare(model, ...) first")
+        plan = self._compiled.plans[graphs[-1]]
+        step = simulate(self._compiled.halves[graphs[-1]], plan, self._compiled.request().hw)
+        return self._compiled.memory.expected_peak_bytes(plan, step.peak_bytes["host"])
+
+    def memory(self) -> MemoryReport:
+        """Where every byte of the process's peak since the monitor was made went, beside what was planned; it prints as a
+        table. To be called before ``release``."""
+        promised_bytes = self._compiled.rss_before_bytes + self._compiled.request().budgets.host_memory_bytes
+        return self._compiled.memory.report(self.plan, promised_bytes)
 
     def stages(self) -> StepCheck | None:
         """What a typical step under ``plan`` took, per stage and lane; None while there is none, or with micro-batches."""

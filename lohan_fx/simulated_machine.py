@@ -222,7 +222,7 @@ class SimulatedMemory:
     """Bytes in use per tier, and when they changed.
 
     Host memory has what is resident, what captured graphs take, swapped activations, and staging buffers: pinned ones
-    from the start, others from the moment they are first used.
+    from the start, others as far as they have been written.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -236,7 +236,17 @@ class SimulatedMemory:
         io, chunk = plan.windows.io_bytes, plan.windows.chunk_elements
         sizes = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
         self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk)}
+        self._touched = {purpose: [0] * shelf.count for purpose, shelf in machine.pool.items()}
+        self._touched_bytes = 0
         self.curve: list[MemoryPoint] = []
+
+    def touch(self, purpose: str, nbytes: int) -> None:
+        """So much of the buffer that was acquired last is written. The pool hands out the one released last first."""
+        buffers, last = self._touched[purpose], self._machine.pool[purpose].in_use - 1
+        more = min(nbytes, self._sizes[purpose]) - buffers[last]
+        if more > 0:
+            buffers[last] += more
+            self._touched_bytes += more
 
     def stage_begins(self, graph_bytes: int) -> None:
         """From now on the graph of the next stage has its inputs; what still leaves the device stays until it has."""
@@ -270,8 +280,7 @@ class SimulatedMemory:
         device = self._resident + self._graph + self._leaving + above
         host = self._constant + self._swapped
         if machine.on_cpu:
-            touched = (shelf.most_in_use * self._sizes[purpose] for purpose, shelf in machine.pool.items())
-            host += sum(touched) + device
+            host += self._touched_bytes + device
         self.curve.append(MemoryPoint(machine.clock.now_s, device, host))
 
 

@@ -99,6 +99,7 @@ class SimulatedOptimizer:
         for chunk in chunks:
             machine.compute.waiting_for = f"an optimizer buffer for {chunk.parameter.name}"
             yield from machine.pool["optimizer"].acquire()
+            machine.memory.touch("optimizer", self._touched_bytes(chunk))
             yield from machine.compute.run(self._arithmetic(chunk, here=True))
             machine.pool["optimizer"].release()
 
@@ -186,6 +187,7 @@ class SimulatedOptimizer:
     def _read(self, chunk: _Chunk) -> None:
         machine = self._machine
         chunk.has_buffer = True
+        machine.memory.touch("optimizer", self._touched_bytes(chunk))
         for extent, nbytes in self._reads(chunk):
             done = machine.clock.signal()
             chunk.reads.append(done)
@@ -199,6 +201,12 @@ class SimulatedOptimizer:
         self._machine.pool["optimizer"].release()
         self._unfinished -= 1
         self._notify()
+
+    def _touched_bytes(self, chunk: _Chunk) -> int:
+        """Of its buffer: what is read or written there, and the fp32 gradient."""
+        moved = dict([*self._reads(chunk), *self._writes(chunk)])
+        moved.pop(f"{chunk.parameter.name}:gradient", None)
+        return sum(moved.values()) + HELD_BYTES * chunk.elements
 
     # --- what is read and written: ``state_buffer`` -----------------------------------------------------------
 

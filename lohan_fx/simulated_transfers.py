@@ -89,6 +89,7 @@ class SimulatedTransfers:
         machine = self._machine
         if away.tier is Tier.NVME:
             yield from machine.pool["swap_out"].acquire()
+            machine.memory.touch("swap_out", nbytes)
         if after is not None:
             yield after
         yield machine.copying("d2h", label, nbytes)

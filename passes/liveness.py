@@ -175,6 +175,26 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
     }
 
 
+def rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
+    """By half and slot: how much more than before the fetch of that parameter, or before its gradient leaves, is alive at
+    the most until the next such node; None stands for the beginning. Counted as in ``peaks``."""
+    resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
+    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    found: dict[str, dict[int | None, int]] = {}
+    for name, gm in halves.graphs():
+        slot: int | None = None
+        base = before = 0
+        half = found[name] = {None: 0}
+        for node, during, after in _walk(gm, resident, halves.parameters, held):
+            if node is None:
+                base = during
+            elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
+                slot, base = node.args[1], before  # type: ignore[assignment]
+            half[slot] = max(half.get(slot, 0), during - base)
+            before = after
+    return found
+
+
 def _walk(
     gm: GraphModule, resident: Collection[str], shells: Collection[str], held: Collection[str]
 ) -> Iterator[tuple[Node | None, int, int, Sequence[tuple[Node, int]]]]:

@@ -111,6 +111,11 @@ class ChunkPipeline:
                 "load_state_dict of model and optimizer, or compile again"
             ) from self._error
 
+    def waiting(self) -> list[ChunkUpdate]:
+        """Those that have arrived and are not being updated yet. Any thread."""
+        with self.changed:
+            return [*self._arrived, *self._reading]
+
     def settle(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """After a failure: wait until the lanes have let go of everything, and forget the failure."""
         self._machine.drain(timeout_s)

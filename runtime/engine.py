@@ -26,6 +26,7 @@ from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.machine import Machine, start_machine
+from lohan_fx.runtime.memory_use import MemoryUse, held_use, resident_use
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
@@ -127,7 +128,7 @@ class Engine:
     def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
         del shell
         self.updates.fetched(slot)
-        self.resident_limit.look()
+        self.resident_limit.look(slot)
         return self._stream.fetch(slot)
 
     def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
@@ -139,7 +140,7 @@ class Engine:
         return self._swap.swap_in(handle)
 
     def offload_grad(self, g: torch.Tensor, slot: int) -> None:
-        self.resident_limit.look()
+        self.resident_limit.look(slot)
         self.updates.take(slot, g)
 
     # --- the order of a step ----------------------------------------------------------------------------------
@@ -229,6 +230,27 @@ class Engine:
     def swapped_out(self) -> int:
         """Activations that are away now (0 between steps)."""
         return self._swap.away if self._machine is not None else 0
+
+    def return_free_memory(self) -> None:
+        """Give memory that the runtime keeps for later back to the system. By the thread that runs the graphs."""
+        if self._machine is not None:
+            self._machine.landing.return_free_memory()
+
+    def memory_use(self) -> MemoryUse:
+        """What is in host memory now. Any thread."""
+        parameters, states = resident_use(self.residency)
+        if self._machine is None:
+            return MemoryUse(parameter_bytes=parameters, state_bytes=states)
+        places = self._machine.pool.places()
+        near = self._machine.link.shares_memory
+        return MemoryUse(
+            staging=tuple(place for purpose, place in places.items() if purpose != "activations"),
+            landing=(self._machine.landing.place(),),
+            swapped=tuple(place for purpose, place in places.items() if purpose == "activations"),
+            parameter_bytes=parameters,
+            state_bytes=states,
+            gradient_bytes=held_use(self.residency, self.updates.leaving()) + near * self.updates.window_used,
+        )
 
 
 def slots_by_name(slots: Mapping[int, ParameterSlot]) -> dict[str, ParameterSlot]:

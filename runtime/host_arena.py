@@ -51,3 +51,8 @@ class HostArena:
                 else:
                     holes.append((offset, size))
             self._holes = holes
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what is free."""
+        with self._lock:
+            return list(self._holes)

@@ -168,6 +168,15 @@ class HostPool:
         with self._changed:
             return self._shelf(purpose).peak
 
+    def places(self) -> dict[str, tuple[int, int]]:
+        """(address, bytes) of the buffers of each purpose; nothing once closed. They are in RAM as far as they were touched."""
+        with self._changed:
+            if self._region is None:
+                return {}
+            return {
+                p: (self._address + s.offset_bytes, s.count * s.bytes_each) for p, s in self._shelves.items() if s.count
+            }
+
     def close(self, *, force: bool = False) -> None:
         """Give the memory back; waiters in ``acquire`` get ``LohanError``. Idempotent.
 

@@ -10,6 +10,7 @@ Any thread. Assumes: what is read into a place has arrived before its value dies
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from collections import deque
 
@@ -17,7 +18,7 @@ import torch
 
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import page_padded_bytes
-from lohan_fx.runtime.huge_pages import PAGE_BYTES, map_memory
+from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_memory
 
 LEAST_BYTES = 64 << 10
 """Values of fewer bytes are a page or a few: what huge pages save there is less than finding a place costs."""
@@ -27,7 +28,14 @@ class Landing:
     """``nbytes`` of huge pages for values that are read in place; 0 for none. Resident as far as touched."""
 
     def __init__(self, nbytes: int) -> None:
-        self._arena = HostArena(_memory(nbytes) if nbytes else None)
+        self._region: mmap.mmap | None
+        self._region, self._begin = map_memory(nbytes) if nbytes else (None, 0)
+        memory = None
+        if self._region is not None:
+            memory = torch.frombuffer(self._region, dtype=torch.uint8, count=nbytes, offset=self._begin)
+        self._arena = HostArena(memory)
+        self._address = 0 if memory is None else memory.data_ptr()
+        self._nbytes = nbytes
         self._left: deque[Region] = deque()
 
     def on_pages(
@@ -49,10 +57,8 @@ class Landing:
         """A storage of its own of ``nbytes``, or None; its death frees the place."""
         if nbytes < LEAST_BYTES:
             return None
-        arena = self._arena
-        while self._left:
-            arena.give_back(self._left.popleft())
-        region = arena.take(nbytes)
+        self._clear()
+        region = self._arena.take(nbytes)
         if region is None:
             return None
         memory = (ctypes.c_uint8 * nbytes).from_address(region.tensor.data_ptr())
@@ -61,12 +67,25 @@ class Landing:
         weakref.finalize(memory, self._left.append, region).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
+    def _clear(self) -> None:
+        while self._left:
+            self._arena.give_back(self._left.popleft())
+
+    def place(self) -> tuple[int, int]:
+        """(address, bytes) of the stretch, in RAM as far as it was touched; (0, 0) for none. Any thread."""
+        return (self._address, self._nbytes) if self._region is not None else (0, 0)
+
+    def return_free_memory(self) -> None:
+        """Give the huge pages that no value lies in back to the system. By the thread that asks for places."""
+        self._clear()
+        for offset, nbytes in self._arena.holes() if self._region is not None else ():
+            begin = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            end = (offset + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            if end > begin and self._region is not None:
+                self._region.madvise(mmap.MADV_DONTNEED, self._begin + begin, end - begin)
+
     def close(self) -> None:
         """Give the memory back, once the last value in it has died."""
+        self._region = None
         self._arena = HostArena(None)
         self._left.clear()
-
-
-def _memory(nbytes: int) -> torch.Tensor:
-    region, begin = map_memory(nbytes)
-    return torch.frombuffer(region, dtype=torch.uint8, count=nbytes, offset=begin)

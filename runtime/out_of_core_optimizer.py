@@ -173,6 +173,15 @@ class OutOfCoreOptimizer:
             self._pending.clear()
             self._window_used = 0
 
+    @property
+    def window_used(self) -> int:
+        """Bytes of the gradients on the device that were offered and have not left it."""
+        return self._window_used
+
+    def leaving(self) -> list[torch.Tensor | None]:
+        """Where the gradients lie that were held and whose updates wait."""
+        return [job.held.memory for job in self._chunks.waiting() if job.held is not None]
+
     # --- on the d2h lane --------------------------------------------------------------------------------------
 
     def _leave_in_place(self, jobs: Sequence[ChunkUpdate], flat: torch.Tensor, left: Countdown) -> None:

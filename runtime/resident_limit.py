@@ -4,30 +4,44 @@ Activations of many sizes come and go among those that stay, and what was freed 
 C library is asked to return it. That takes milliseconds, so it is asked only where the limit is passed.
 
 Guarantees: a look costs microseconds below the limit; above it, and with nothing to give back, it asks again only after
-``STEP_BYTES`` more.
+``STEP_BYTES`` more. What the graph takes until the next look counts as taken already (``begin``): a loss over a large
+vocabulary takes a GB between two parameters.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 STEP_BYTES = 16 << 20
 
+Rises = Mapping[int | None, int]
+"""Slot whose fetch or gradient is looked at (None: the graph's beginning) -> bytes that the graph takes at the most, beyond
+those of that moment, until the next look."""
+
 
 class ResidentLimit:
-    """``look`` calls ``give_back`` where the process has more than ``limit_bytes`` in RAM; None: never."""
+    """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never."""
 
     def __init__(self, limit_bytes: int | None, give_back: Callable[[], None]) -> None:
         self._limit_bytes = limit_bytes
         self._give_back = give_back
         self._again_bytes = 0
+        self._rises: Rises = {}
 
-    def look(self) -> None:
-        if self._limit_bytes is None or resident_bytes() <= max(self._limit_bytes, self._again_bytes):
+    def begin(self, rises: Rises) -> None:
+        """A graph that takes ``rises`` begins."""
+        self._rises = rises
+        self.look(None)
+
+    def look(self, slot: int | None) -> None:
+        if self._limit_bytes is None:
+            return
+        rise_bytes = self._rises.get(slot, 0)
+        if resident_bytes() + rise_bytes <= max(self._limit_bytes, self._again_bytes):
             return
         self._give_back()
-        self._again_bytes = resident_bytes() + STEP_BYTES
+        self._again_bytes = resident_bytes() + rise_bytes + STEP_BYTES
 
 
 def resident_bytes() -> int:

@@ -194,6 +194,15 @@ class StepUpdates:
         if self._optimizer is not None and self._optimizer.update_failed():
             self._micro_batches.update_failed(error)
 
+    @property
+    def window_used(self) -> int:
+        """Bytes of gradients on the device that were offered and have not left it. Any thread."""
+        return 0 if self._optimizer is None else self._optimizer.window_used
+
+    def leaving(self) -> list[torch.Tensor | None]:
+        """Where the gradients lie that were held and whose updates wait. Any thread."""
+        return [] if self._optimizer is None else self._optimizer.leaving()
+
     def settle(self) -> None:
         """Wait until nothing is under way, whatever has become of it, and forget what failed."""
         if self._optimizer is not None:

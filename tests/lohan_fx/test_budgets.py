@@ -93,6 +93,16 @@ def test_windows_take_a_bounded_part_of_the_promise(host_bytes: int, sizes: list
     assert staging_bytes(windows, shared=True) <= 200 * MIB
 
 
+@given(st.integers(64 * MIB, 2**45), st.lists(st.integers(1, 4096), min_size=1, max_size=5), st.integers(2, 64))
+def test_no_staging_buffer_grows_with_the_model(host_bytes: int, sizes: list[int], times: int) -> None:
+    """Neither with larger layers nor with more of them; and windows not with more of them."""
+    small = choose_windows(host_bytes, parameters(*sizes))
+    deep = choose_windows(host_bytes, parameters(*sizes * times))
+    wide = choose_windows(host_bytes, parameters(*(times * size for size in sizes)))
+    assert staging_bytes(small) == staging_bytes(deep) == staging_bytes(wide)
+    assert deep == small
+
+
 @given(st.integers(64 * MIB, 2**45), st.integers(0, 2**45), st.lists(st.integers(1, 4096), max_size=5))
 def test_a_larger_promise_never_gets_smaller_windows(host_bytes: int, more: int, sizes: list[int]) -> None:
     small, large = (choose_windows(nbytes, parameters(*sizes)) for nbytes in (host_bytes, host_bytes + more))

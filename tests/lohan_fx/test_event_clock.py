@@ -100,6 +100,7 @@ def test_a_shelf_hands_a_buffer_to_who_has_waited_longest() -> None:
 
     def uses(label: str) -> Thread:
         yield from shelf.acquire()
+        assert shelf.in_use == 1
         yield job(label, 1.0)
         shelf.release()
 
@@ -107,7 +108,7 @@ def test_a_shelf_hands_a_buffer_to_who_has_waited_longest() -> None:
         clock.start(uses(label))
     clock.run()
     assert times(clock) == [("a", 0.0, 1.0), ("b", 1.0, 2.0), ("c", 2.0, 3.0)]
-    assert shelf.most_in_use == 1
+    assert shelf.in_use == 0
     assert shelf.try_acquire() and not shelf.try_acquire()
 
 

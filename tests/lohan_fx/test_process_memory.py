@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,54 @@ def test_holes_in_the_heap_go_back_to_the_system() -> None:
     process_memory.return_free_memory()
     assert before - process_memory.rss_bytes() > 50 << 20
     assert all(bool(pin.all()) for pin in pins)
+
+
+def test_what_is_handed_out_and_what_is_free_are_told_apart() -> None:
+    process_memory.return_free_memory()
+    before = process_memory.now()
+    blocks = [torch.ones(1 << 12, dtype=torch.float32) for _ in range(BLOCK_BYTES >> 14)]
+    during = process_memory.now()
+    assert abs(during.used_bytes - before.used_bytes - BLOCK_BYTES) < ELSEWHERE_BYTES
+    assert during.free_bytes < before.free_bytes + ELSEWHERE_BYTES
+    last = blocks[-1]
+    del blocks
+    after = process_memory.now()
+    assert last[0] == 1
+    assert abs(after.used_bytes - before.used_bytes) < ELSEWHERE_BYTES
+    assert after.free_bytes > before.free_bytes + BLOCK_BYTES - ELSEWHERE_BYTES
+    process_memory.return_free_memory()
+    returned = process_memory.now()
+    assert returned.free_bytes < after.free_bytes - BLOCK_BYTES + ELSEWHERE_BYTES
+    assert returned.rss_bytes < after.rss_bytes - BLOCK_BYTES + ELSEWHERE_BYTES
+
+
+def test_a_mapping_is_resident_as_far_as_it_was_touched() -> None:
+    region = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+    assert process_memory.resident_bytes(address, BLOCK_BYTES) == 0
+    for page in range(3):
+        region[page * mmap.PAGESIZE] = 1
+    assert process_memory.resident_bytes(address, BLOCK_BYTES) == 3 * mmap.PAGESIZE
+    assert process_memory.resident_bytes(address, mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE
+    assert process_memory.resident_bytes(0, mmap.PAGESIZE) == 0
+
+
+MAPS = """
+000055d0c0000000-000055d0c0100000 rw-p 00000000 00:00 0                          [heap]
+00007f0000000000-00007f0000021000 rw-p 00000000 00:00 0
+00007f0000021000-00007f0004000000 ---p 00000000 00:00 0
+00007f0004000000-00007f0008000000 rw-p 00000000 00:00 0
+00007f0010000000-00007f0010021000 rw-p 00000000 00:00 0
+00007f0010021000-00007f0010022000 ---p 00000000 00:00 0
+00007f0020000000-00007f0020001000 rw-p 00000000 00:00 0                          [stack]
+00007f0024000000-00007f0024021000 rw-p 00000000 00:00 0
+"""
+
+
+def test_heaps_are_the_named_one_and_those_of_threads() -> None:
+    found = list(process_memory._heaps(MAPS.strip().splitlines()))
+    assert found == [
+        (0x55D0C0000000, 0x55D0C0100000),
+        (0x7F0000000000, 0x7F0000021000),
+        (0x7F0004000000, 0x7F0008000000),
+    ]

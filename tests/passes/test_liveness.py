@@ -12,9 +12,10 @@ from torch import fx
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from lohan_fx import ops
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import Peak, device_peaks, peak_bytes, peaks, swap_out_room
+from lohan_fx.passes.liveness import Peak, device_peaks, peak_bytes, peaks, rises, swap_out_room
 from lohan_fx.plan import Keep, Plan, Swap, Tier, Windows
 from tests.passes.fake_runtime import FakeRuntime, backward_inputs, bound, forward_inputs
 from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, both, captured, plan_for, rewrite
@@ -69,6 +70,42 @@ def measured(found: Captured, halves: Halves, *, resident: bool) -> dict[str, Pe
         forward.env.clear()
         second = backward.measure(*taken, held=inputs, left_out=at_home)
     return {"forward": first, "backward": second}
+
+
+class Looks(Meter):
+    """Measures, from each fetch and each gradient that leaves (and from the beginning) to the next, how far memory rises."""
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        before = self.alive(None)
+        if self.found is None:
+            self.slot, self.base, self.rises = None, before, {None: 0}
+        if n.target in (ops.FETCH, ops.OFFLOAD_GRAD):
+            self.slot, self.base = n.args[1], before
+        result = super().run_node(n)
+        self.rises[self.slot] = max(self.rises.get(self.slot, 0), self.alive(result) - self.base)
+        return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_rises_are_those_of_the_storages_that_are_alive(name: str, decision: str) -> None:
+    found = captured(name)
+    plan = plan_for(found, DECISIONS[decision](found))
+    halves = rewrite(found, plan)
+    runtime = FakeRuntime(found.parameter_values())
+    with bound(halves, runtime), torch.no_grad():
+        inputs = forward_inputs(found, shells=True)
+        forward, backward = Looks(both(halves)[0]), Looks(both(halves)[1])
+        first = forward.measure(*inputs, held=inputs, left_out=[])
+        taken = backward_inputs(halves, found, list(forward.result))
+        forward.env.clear()
+        second = backward.measure(*taken, held=inputs, left_out=[])
+    expected = {"forward": forward.rises, "backward": backward.rises}
+    assert rises(halves, plan) == expected
+    assert all(max(half.values()) > 0 for half in expected.values())
+    assert first.bytes > 0 and second.bytes > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

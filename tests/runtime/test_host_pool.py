@@ -334,3 +334,24 @@ def test_nobody_is_called_once_the_pool_is_closed() -> None:
         pool.when_free("fetch", called.append)
     with pytest.raises(ValueError, match="no host memory is reserved for 'such'"):
         pool.when_free("such", called.append)
+
+
+# --- where it lies ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 40 * PAGE_BYTES))
+def test_pinned_memory_is_whole_pages_and_not_rounded_up_to_a_power_of_two(count: int, nbytes: int) -> None:
+    cudart = FakeCudart(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: cudart)
+        with HostPool({"a": Reservation(count, nbytes)}, pin=True) as pool:
+            assert list(cudart.registered.values()) == [count * page_padded_bytes(nbytes)] == [pool.nbytes]
+
+
+def test_places_tell_where_the_buffers_of_a_purpose_lie() -> None:
+    with HostPool({"a": Reservation(2, 5000), "none": Reservation(0, 0), "b": Reservation(1, 1)}) as pool:
+        places = pool.places()
+        with pool.acquire("a") as a, pool.acquire("b") as b:
+            assert places == {"a": (a.tensor.data_ptr(), 2 * 8192), "b": (b.tensor.data_ptr(), 4096)}
+    assert pool.places() == {}

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from lohan_fx.process_memory import resident_bytes
 from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_memory
 from lohan_fx.runtime.landing import LEAST_BYTES, Landing
 
@@ -76,3 +77,26 @@ def test_what_lives_outlives_the_landing() -> None:
     gc.collect()
     again.fill_(1)
     assert value.eq(9).all()
+
+
+def test_pages_that_no_value_lies_in_go_back() -> None:
+    landing = Landing(8 * HUGE_PAGE_BYTES)
+    address, nbytes = landing.place()
+    assert nbytes == 8 * HUGE_PAGE_BYTES
+    kept, dies = (landing.on_pages(torch.Size([3 * HUGE_PAGE_BYTES]), torch.uint8)[0] for _ in range(2))
+    kept.fill_(1)
+    dies.fill_(2)
+    assert resident_bytes(address, nbytes) == 6 * HUGE_PAGE_BYTES
+    del dies
+    landing.return_free_memory()
+    assert resident_bytes(address, nbytes) == 3 * HUGE_PAGE_BYTES
+    assert kept.eq(1).all()
+    del kept
+    landing.return_free_memory()
+    assert resident_bytes(address, nbytes) == 0
+    again = landing.on_pages(torch.Size([HUGE_PAGE_BYTES]), torch.uint8)[0]
+    assert again.data_ptr() == address
+    landing.close()
+    landing.return_free_memory()
+    assert landing.place() == (0, 0)
+    assert Landing(0).place() == (0, 0)

@@ -1,0 +1,50 @@
+"""Where every byte of the peak went: the rows add up to it, and hardly any byte is without a purpose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lohan_fx import memory_report
+from lohan_fx.memory_report import HOLES, PARAMETERS, STAGING, STATES, UNACCOUNTED, VALUES
+
+ROOT = Path(__file__).resolve().parents[2]
+UNACCOUNTED_SHARE = 0.04
+"""Of the peak: memory of libraries (MKL, OpenMP) that grows while they work, and what rose since the last look."""
+KEPT_SHARE = 0.02
+
+
+def report_of(nvme: Path, policy: str, host_memory: str = "4GiB") -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.end_to_end.memory_at_peak", str(nvme), policy, host_memory]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("policy", ["in-memory", "recompute", "swap-nvme"])
+def test_rows_add_up_to_the_peak_and_leave_little_over(policy: str, tmp_path: Path) -> None:
+    found = report_of(tmp_path, policy)
+    rows = {row["purpose"]: row["bytes"] for row in found["rows"]}
+    planned = {row["purpose"]: row["planned_bytes"] for row in found["rows"]}
+    assert sum(rows.values()) == found["peak_rss_bytes"] == found["hwm_bytes"] < found["promised_bytes"]
+    assert abs(rows[UNACCOUNTED]) < UNACCOUNTED_SHARE * found["peak_rss_bytes"], found["text"]
+    assert all(nbytes >= 0 for purpose, nbytes in rows.items() if purpose != UNACCOUNTED)
+    for purpose in (PARAMETERS, STATES):
+        assert rows[purpose] == pytest.approx(planned[purpose], rel=KEPT_SHARE), found["text"]
+    assert 0 < rows[VALUES] <= 1.2 * planned[VALUES], found["text"]
+    assert rows[STAGING] <= planned[STAGING]
+    assert (rows[STAGING] > 16 << 20) == (policy != "in-memory"), found["text"]
+    assert found["stage"] in ("forward", "backward")
+    assert found["op"].isidentifier()
+    assert HOLES in found["text"] and f"peak RSS, {found['stage']}, at {found['op']}" in found["text"]
+
+
+def test_purposes_have_names_of_their_own() -> None:
+    names = [value for name, value in vars(memory_report).items() if name.isupper() and isinstance(value, str)]
+    assert len(set(names)) == len(names)
