@@ -207,15 +207,15 @@ def _planned(plan: Plan, before_bytes: int) -> dict[str, int]:
     device, host = resident_bytes(plan)
     waiting = sum(GRADIENT_BYTES * p.numel for p in plan.parameters if p.gradient_home in places)
     parameters = sum(p.bytes for p in plan.parameters if p.home in places)
-    leaving = plan.windows.gradient_bytes if shared else 0
-    values = plan.prediction.peak_bytes["device"] - device - leaving if shared else 0
+    # With the gradients and activations that are leaving, which the plan counts op by op.
+    values = plan.prediction.peak_bytes["device"] - device if shared else 0
     found = {
         BEFORE: before_bytes,
         STAGING: staging_bytes(plan.windows, shared=shared),
         PARAMETERS: parameters,
         STATES: host + (device if shared else 0) - parameters - waiting,
         SWAPPED: sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST)),
-        GRADIENTS: waiting + leaving,
+        GRADIENTS: waiting,
         VALUES: values,
     }
     return found | {CAPTURED: before_bytes + plan.prediction.peak_bytes["host"] - sum(found.values())}

@@ -18,6 +18,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch.fx import GraphModule, Node
 
@@ -185,11 +186,11 @@ def rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
         slot: int | None = None
         base = before = 0
         half = found[name] = {None: 0}
-        for node, during, after in _walk(gm, resident, halves.parameters, held):
+        for node, during, after, _ in _walk(gm, resident, halves.parameters, held):
             if node is None:
                 base = during
             elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
-                slot, base = node.args[1], before  # type: ignore[assignment]
+                slot, base = cast(int, node.args[1]), before
             half[slot] = max(half.get(slot, 0), during - base)
             before = after
     return found

@@ -95,12 +95,15 @@ def test_windows_take_a_bounded_part_of_the_promise(host_bytes: int, sizes: list
 
 @given(st.integers(64 * MIB, 2**45), st.lists(st.integers(1, 4096), min_size=1, max_size=5), st.integers(2, 64))
 def test_no_staging_buffer_grows_with_the_model(host_bytes: int, sizes: list[int], times: int) -> None:
-    """Neither with larger layers nor with more of them; and windows not with more of them."""
+    """Nothing with more layers; with larger ones only the room for one layer's gradients, which leave a GPU at once, and
+    which the promise bounds (above)."""
     small = choose_windows(host_bytes, parameters(*sizes))
     deep = choose_windows(host_bytes, parameters(*sizes * times))
     wide = choose_windows(host_bytes, parameters(*(times * size for size in sizes)))
-    assert staging_bytes(small) == staging_bytes(deep) == staging_bytes(wide)
     assert deep == small
+    for name in ("chunk_elements", "io_bytes", "io_buffers", "optimizer_buffers"):
+        assert getattr(wide, name) == getattr(small, name)
+    assert staging_bytes(small, shared=True) == staging_bytes(wide, shared=True)
 
 
 @given(st.integers(64 * MIB, 2**45), st.integers(0, 2**45), st.lists(st.integers(1, 4096), max_size=5))
