@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# Threads of torch that wait sleep instead of spinning: tests share the machine, with each other's processes at least.
-QUIET := OMP_WAIT_POLICY=passive
+# Two workers of one thread each: tests share the machine, with each other's processes at least. Waiting threads sleep.
+WORKERS ?= 2
+QUIET := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1
 
 .PHONY: demo test lint check wheel-check clean
 
@@ -11,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/finetune_llama.py $(ARGS)
 
 test: $(INSTALLED)
-	$(QUIET) $(BIN)/python -m pytest -q $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

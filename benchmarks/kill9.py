@@ -4,8 +4,10 @@
 
 A third of the kills comes from outside, at a random time of a life; a third from within, at a random call of the store
 to the system, also in the middle of a commit; a third is such a call with a power loss: what was not synced is dropped
-or reordered at random (``lossy_drive``). Each training is killed up to five times, then ends, and its weights, moments and
-losses are compared. Ends with 1 if anything differs. JSON: ``kills, bit_equal``, and where the kills struck.
+or reordered at random (``lossy_drive``). Each training is killed up to five times and then ends; its weights, moments and
+losses are compared. The trainings take turns in how they make a step (``RECIPES``): some hold gradients until it, and
+update beside the next forward. Ends with 1 if anything differs. JSON: ``kills, bit_equal``, which recipes were killed how
+often, and where the kills struck.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import json
 import mmap
 import os
@@ -37,7 +40,9 @@ from lossy_drive import LossyDrive
 from torch import nn
 
 import lohan_fx
+from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Plan
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.generation_files import generations_in
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -45,6 +50,8 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 STEPS = 6
 WIDTH = 512
 KILLS_PER_TRAINING = 5
+MAX_NORM = 1e-3
+"""All steps are clipped by it."""
 PHASES = ("start", "compile", "resume", "step", "commit", "end", "stuck")
 LIFE_TIMEOUT_S = 300.0
 
@@ -60,6 +67,54 @@ class Model(nn.Module):
         for layer in self.layers:
             x = nn.functional.dropout(torch.tanh(layer(x)), 0.1, self.training)
         return x.square().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a training makes a step.
+
+    ``steps_per_commit``: with more than one, updates of held gradients run beside a forward. ``on_nvme``: gradients wait
+    there, as if the promise left no memory for them.
+    """
+
+    name: str
+    backwards: int = 1
+    clips: bool = False
+    scales: bool = False
+    on_nvme: bool = False
+    steps_per_commit: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.scales else torch.bfloat16
+
+    def scaler(self) -> lohan_fx.GradScaler:
+        """One that grows fast, so that some steps overflow and are skipped."""
+        return lohan_fx.GradScaler(growth_interval=2, enabled=self.scales)
+
+    def step(self, model: nn.Module, optimizer: lohan_fx.AdamW, scaler: lohan_fx.GradScaler) -> float:
+        """One step on random batches; the sum of their losses."""
+        total = 0.0
+        for _ in range(self.backwards):
+            loss = model(torch.randn(2, WIDTH).to(self.dtype))
+            scaler.scale(loss / self.backwards).backward()
+            total += loss.item()
+        if self.clips:
+            scaler.unscale_(optimizer)
+            lohan_fx.clip_grad_norm_(model, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return total
+
+
+RECIPES = (
+    Recipe("updates in the backward"),
+    Recipe("clips", clips=True, steps_per_commit=2),
+    Recipe("accumulates", backwards=2),
+    Recipe("accumulates and clips on NVMe", backwards=2, clips=True, on_nvme=True, steps_per_commit=2),
+    Recipe("scales and clips in fp16", clips=True, scales=True, steps_per_commit=3),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +152,7 @@ def train(
     keep: int = 1,
     *,
     verify: bool = False,
+    recipe: Recipe = RECIPES[0],
 ) -> str:
     """A life: resume if there is a checkpoint, go on to the last step; a hash of all that came out."""
     torch.set_num_threads(1)
@@ -115,36 +171,50 @@ def train(
             hw,
             nvme=directory,
             host_memory="700MiB",
+            compute_dtype=recipe.dtype,
             policy=policy,
             checkpoints=keep,
             resume_from_checkpoint=True,
         )
-    optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-3)
+    if recipe.on_nvme:
+        _leave_no_memory_to_hold(model)
+    optimizer, scaler = lohan_fx.AdamW(model.parameters(), lr=1e-3), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     found = lohan_fx.resume(model, optimizer, scheduler=scheduler)
-    losses: list[float] = list(found.extra) if found else []
+    losses: list[float] = []
+    if found:
+        losses.extend(found.extra["losses"])
+        scaler.load_state_dict(found.extra["scaler"])
     while len(losses) < STEPS:
         shared.phase("step")
-        batch = torch.randn(2, WIDTH).bfloat16()
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(recipe.step(model, optimizer, scaler))
         scheduler.step()
-        losses.append(loss.item())
-        shared.phase("commit")
-        lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=losses, verify=verify)
+        if len(losses) % recipe.steps_per_commit == 0:
+            shared.phase("commit")
+            extra = {"losses": losses, "scaler": scaler.state_dict()}
+            lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=extra, verify=verify)
     shared.phase("end")
     return digest(model, optimizer, losses)
 
 
-def killed_life(directory: Path, kill: Kill | None, shared: Shared) -> str:
+def _leave_no_memory_to_hold(model: nn.Module) -> None:
+    gradients = compiled(model).engine.gradients
+    apply_plan = gradients.apply_plan
+
+    def without(plan: Plan, device: torch.device) -> None:
+        apply_plan(plan, device)
+        gradients.hold_bytes = 0
+
+    gradients.apply_plan = without  # type: ignore[method-assign]
+
+
+def killed_life(directory: Path, kill: Kill | None, shared: Shared, recipe: Recipe) -> str:
     """``train`` on a store that ends as ``kill`` says; without one, its calls to the system are counted."""
     if kill is not None and kill.at_call is None:
         # Killed from outside, or not at all: at its own pace, on the real backend.
-        return train(directory, PosixBackend(), shared)
+        return train(directory, PosixBackend(), shared, recipe=recipe)
     drive = LossyDrive(kill.at_call if kill else None, seed=kill.seed if kill else 0, loses=bool(kill and kill.loses))
-    result = train(directory, drive, shared)
+    result = train(directory, drive, shared, recipe=recipe)
     shared.calls(len(drive.calls))
     return result
 
@@ -160,7 +230,9 @@ def digest(model: nn.Module, optimizer: lohan_fx.AdamW, losses: list[float]) -> 
     return found.hexdigest()
 
 
-def live(directory: Path, kill: Kill | None, shared: Shared, result: Path) -> tuple[bool, float]:
+def live(
+    directory: Path, kill: Kill | None, shared: Shared, result: Path, recipe: Recipe = RECIPES[0]
+) -> tuple[bool, float]:
     """One life in a process of its own; whether it was killed, and how long it lasted."""
     shared.phase("start")
     started_s = time.monotonic()
@@ -168,7 +240,7 @@ def live(directory: Path, kill: Kill | None, shared: Shared, result: Path) -> tu
     if process == 0:
         code = 1
         try:
-            result.write_text(killed_life(directory, kill, shared))
+            result.write_text(killed_life(directory, kill, shared, recipe))
             result.with_name("modules").write_text("\n".join(sys.modules))
             code = 0
         except BaseException:
@@ -204,54 +276,104 @@ def _wait(process: int, started_s: float, kill: Kill | None) -> int:
         time.sleep(0.001)
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A training that nobody killed: what came out, its calls to the system, how long it took."""
+
+    digest: str
+    calls: int
+    life_s: float
+
+
+class Killer:
+    """Kills trainings in ``root`` and counts: ``kinds`` of kills, the recipes they met, the phases they ``struck``."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.recipes: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
+        self.trainings = self.unequal = 0
+        self._chance = random.Random(seed)
+        self._shared = Shared()
+        self._result = root / "result"
+        self._directory = root / "store"
+        self._wholes: dict[str, Whole] = {}
+        self._live_anew(RECIPES[0], None)
+        import_all(self._result.with_name("modules").read_text().split())
+
+    def _live_anew(self, recipe: Recipe, kill: Kill | None) -> float:
+        self._begin_anew()
+        return live(self._directory, kill, self._shared, self._result, recipe)[1]
+
+    def _begin_anew(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir()
+
+    def _whole(self, recipe: Recipe) -> Whole:
+        if recipe.name not in self._wholes:
+            life_s = self._live_anew(recipe, None)
+            self._wholes[recipe.name] = Whole(self._result.read_text(), self._shared.read()[1], life_s)
+        return self._wholes[recipe.name]
+
+    def train(self, recipe: Recipe, kills: int) -> None:
+        """A training that is killed ``kills`` times and then ends; one that ends before is followed by another."""
+        whole = self._whole(recipe)
+        self._begin_anew()
+        met = 0
+        while met < kills:
+            kind = ("outside", "call", "power")[self.kinds.total() % 3]
+            killed, _ = live(self._directory, self._kill(kind, whole), self._shared, self._result, recipe)
+            if not killed:
+                self._judge(whole)
+                self._begin_anew()
+                continue
+            met += 1
+            self.kinds[kind] += 1
+            self.recipes[recipe.name] += 1
+            self.struck[self._shared.read()[0]] += 1
+        live(self._directory, Kill(after_s=LIFE_TIMEOUT_S), self._shared, self._result, recipe)
+        self._judge(whole)
+
+    def _judge(self, whole: Whole) -> None:
+        self.trainings += 1
+        self.unequal += self._result.read_text() != whole.digest
+
+    def _kill(self, kind: str, whole: Whole) -> Kill:
+        if kind == "outside":
+            return Kill(after_s=self._chance.uniform(0, whole.life_s))
+        at_call = self._chance.randint(
+            1, self._chance.choice([8, 40, whole.calls])
+        )  # the first: initialisation, resume
+        return Kill(at_call=at_call, loses=kind == "power", seed=self._chance.randrange(1 << 30))
+
+
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)
-    chance, shared = random.Random(args.seed), Shared()
-    kinds: Counter[str] = Counter()
-    struck: Counter[str] = Counter()
-    trainings = unequal = 0
+    each = min(KILLS_PER_TRAINING, -(-args.kills // len(RECIPES)))
     with tempfile.TemporaryDirectory(prefix="kill9-", dir=args.nvme) as root:
-        result = Path(root, "result")
-        directory = Path(root, "store")
-        directory.mkdir()
-        live(directory, None, shared, result)
-        expected, calls = result.read_text(), shared.read()[1]
-        import_all(result.with_name("modules").read_text().split())
-        shutil.rmtree(directory)
-        directory.mkdir()
-        _, life_s = live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
-        while sum(kinds.values()) < args.kills:
-            shutil.rmtree(directory)
-            directory.mkdir()
-            for _ in range(min(KILLS_PER_TRAINING, args.kills - sum(kinds.values()))):
-                kind = ("outside", "call", "power")[sum(kinds.values()) % 3]
-                if kind == "outside":
-                    kill = Kill(after_s=chance.uniform(0, life_s))
-                else:
-                    at_call = chance.randint(1, chance.choice([8, 40, calls]))  # the first: initialisation, resume
-                    kill = Kill(at_call=at_call, loses=kind == "power", seed=chance.randrange(1 << 30))
-                killed, _ = live(directory, kill, shared, result)
-                if not killed:
-                    break
-                kinds[kind] += 1
-                struck[shared.read()[0]] += 1
-            live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
-            trainings += 1
-            unequal += result.read_text() != expected
-            print(f"{sum(kinds.values())} kills, {trainings} trainings, {unequal} unequal", file=sys.stderr, flush=True)
+        killer = Killer(Path(root), args.seed)
+        for recipe in itertools.cycle(RECIPES):
+            left = args.kills - killer.kinds.total()
+            if not left:
+                break
+            killer.train(recipe, min(each, left))
+            done = f"{killer.kinds.total()} kills, {killer.trainings} trainings, {killer.unequal} unequal"
+            print(f"{done} ({recipe.name})", file=sys.stderr, flush=True)
     figures = {
-        "kills": sum(kinds.values()),
-        "bit_equal": not unequal,
-        "trainings": trainings,
-        "kinds": kinds,
-        "struck": struck,
+        "kills": killer.kinds.total(),
+        "bit_equal": not killer.unequal,
+        "trainings": killer.trainings,
+        "kinds": killer.kinds,
+        "recipes": killer.recipes,
+        "struck": killer.struck,
     }
     rows = [(name, str(value if not isinstance(value, Counter) else dict(value))) for name, value in figures.items()]
-    report.finish("kill9", rows, figures, [f"{unequal} trainings differ"] if unequal else [], save=args.save)
+    missed = [f"{killer.unequal} trainings differ"] if killer.unequal else []
+    report.finish("kill9", rows, figures, missed, save=args.save)
 
 
 if __name__ == "__main__":

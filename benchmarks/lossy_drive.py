@@ -64,6 +64,11 @@ class LossyDrive(PosixBackend):
         self._paths[fd] = path
         return fd
 
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        # Not while what is lost is being undone: the process would see it, and end by an error before it dies.
+        with self._lock:
+            return super().preadv(fd, view, offset)
+
     def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
         with self._lock:
             if self._loses:

@@ -15,8 +15,9 @@ COMMAND = "python benchmarks/reliability_table.py --write"
 def _kills(found: Figures) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
     struck = ", ".join(f"{count} in {phase}" for phase, count in found["struck"].items())
+    recipes = ", ".join(f"{count} of one that {name}" for name, count in found["recipes"].items())
     equal = "all bits equal" if found["bit_equal"] else "BITS DIFFER"
-    return f"{found['kills']} kills ({kinds}; {struck}) in {found['trainings']} trainings: {equal}"
+    return f"{found['kills']} kills ({kinds}; {struck}; {recipes}) in {found['trainings']} trainings: {equal}"
 
 
 def _interrupts(found: Figures) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+MANY_MODULES = 20
 
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
@@ -22,6 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def short_collections() -> Iterator[None]:
+    """Compiling a model collects garbage, three times; without this, all that was ever imported is looked at each time.
+
+    A test that is itself about what is freed calls ``gc.unfreeze()`` first.
+    """
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + MANY_MODULES or not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

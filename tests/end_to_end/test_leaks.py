@@ -125,6 +125,7 @@ def test_the_model_and_its_runtime_are_freed(hw: HardwareProfile, tmp_path: Path
     gone: list[Any] = [weakref.ref(model), weakref.ref(compiled(model)), weakref.ref(compiled(model).engine)]
     lohan_fx.release(model)
     del model, optimizer
+    gc.unfreeze()
     gc.collect()
     assert [found() for found in gone] == [None, None, None]
 

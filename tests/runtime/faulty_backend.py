@@ -6,23 +6,24 @@ import errno
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lohan_fx.runtime.file_backend import PosixBackend
 
 
+@dataclass(frozen=True)
 class Short:
     """Only this many bytes are moved; of fallocate, the rest then fails with ENOSPC."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    nbytes: int
 
 
+@dataclass(frozen=True)
 class Claim:
     """Nothing is moved and this count returned."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    nbytes: int
 
 
 Fault = int | Short | Claim | None
