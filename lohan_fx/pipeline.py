@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 from lohan_fx import cost, inductor, meta, staging
-from lohan_fx.budgets import staging_bytes
+from lohan_fx.budgets import largest_layer, staging_bytes
 from lohan_fx.cost import Work
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -195,7 +195,10 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: _Rewrites, request: Re
 
     free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
     per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
-    found = staging.choose(plan.windows, step_s, shared=shared, per_byte_s=per_byte_s, free_bytes=free)
+    chunks = -(-largest_layer(problem.parameters)[1] // plan.windows.chunk_elements)
+    found = staging.choose(
+        plan.windows, step_s, layer_chunks=chunks, shared=shared, per_byte_s=per_byte_s, free_bytes=free
+    )
     more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
     if 0 <= more <= free:
         return staging.with_staging(plan, found, more)

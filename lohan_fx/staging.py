@@ -1,9 +1,10 @@
 """staging: how many buffers of host memory pay: the part of the joint decision that no formula of lanes can see.
 
-The formula takes every lane as always at work. On a machine a layer's gradients come in a burst, and what staging holds
-of them is what the drives work on until the next one; what it holds of parameters lets them read ahead (Fuyou's CPU
-queue, mechanisms B5). So a few sizes are simulated on the plan's own graphs. More bytes must save more seconds than
-anything else would with them (``Division.per_byte_s``), as far as the plan leaves none free.
+The formula takes every lane as always at work. On a machine a layer's gradients come in a burst, and layers with states
+on NVMe between others without; what staging holds of them, with the states that are read ahead, is what the drives work
+on until the next one. What it holds of parameters lets them read ahead too (Fuyou's CPU queue, mechanisms B5). So a few
+sizes are simulated on the plan's own graphs. More bytes must save more seconds than anything else would with them
+(``Division.per_byte_s``), as far as the plan leaves none free.
 
 ``chunk_elements`` and ``io_bytes`` stay: the store is laid out by the first, and the second is what drives want.
 """
@@ -21,13 +22,13 @@ from lohan_fx.units import format_bytes, format_seconds
 
 LEAST_BUFFERS = 4
 """Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
-FACTORS = (0.25, 2.0, 4.0)
-"""Of what the planner began with, tried one purpose after the other while that pays."""
+SHARES = (0.125, 0.25, 0.5, 1.0)
+"""Of the chunks of a layer, for which there are buffers: tried one purpose after the other while that pays."""
 WORTH_IT = 0.005
 """Share of a step that more staging must save, net: less is the grain of the simulation."""
 TRANSFERS = 8_000
 """Of a step that are simulated one by one to judge a candidate."""
-PURPOSES = ("gradient_buffers", "optimizer_buffers", "io_buffers")
+PURPOSES = ("optimizer_buffers", "gradient_buffers", "io_buffers")
 
 StepSeconds = Callable[[Windows], float]
 """Simulated seconds of a step with these windows."""
@@ -45,8 +46,11 @@ class Staging:
     per_byte_s: float
 
 
-def choose(windows: Windows, step_s: StepSeconds, *, shared: bool, per_byte_s: float, free_bytes: int) -> Staging:
+def choose(
+    windows: Windows, step_s: StepSeconds, *, layer_chunks: int, shared: bool, per_byte_s: float, free_bytes: int
+) -> Staging:
     """The staging with the least ``step_s`` and price, beginning with ``windows``, of which all bytes are paid.
+    ``layer_chunks``: how many chunks the largest layer has.
 
     ``free_bytes`` of host memory cost nothing; beyond them each costs ``per_byte_s``, and where there are none each one
     less earns as much.
@@ -62,22 +66,21 @@ def choose(windows: Windows, step_s: StepSeconds, *, shared: bool, per_byte_s: f
     for purpose in PURPOSES:
         if shared and purpose == "gradient_buffers":
             continue  # gradients are updated where they are
-        for asked in _others(windows, best, purpose):
+        for asked in _others(best, purpose, layer_chunks):
             if seconds(asked) + price_s(asked) < seconds(best) + price_s(best) - WORTH_IT * seconds(best):
                 best = asked
     least = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
     return Staging(best, seconds(best), seconds(windows), seconds(least), per_byte_s)
 
 
-def _others(began: Windows, best: Windows, purpose: str) -> Iterator[Windows]:
+def _others(best: Windows, purpose: str, layer_chunks: int) -> Iterator[Windows]:
     """``best`` with other numbers of buffers of one purpose."""
-    count = getattr(began, purpose)
+    count = getattr(best, purpose)
     if count <= 1:
         return  # one optimizer buffer is LoHan's naive handler
-    for factor in FACTORS:
-        tried = max(LEAST_BUFFERS, round(count * factor))
-        if tried != count:
-            yield dataclasses.replace(best, **{purpose: tried})
+    most = 4 * LEAST_BUFFERS if purpose == "io_buffers" else layer_chunks
+    for tried in sorted({LEAST_BUFFERS, *(max(LEAST_BUFFERS, round(most * share)) for share in SHARES)} - {count}):
+        yield dataclasses.replace(best, **{purpose: tried})
 
 
 def with_staging(plan: Plan, found: Staging, extra_bytes: int) -> Plan:

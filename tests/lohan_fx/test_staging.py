@@ -22,7 +22,7 @@ def burst(windows: Windows) -> float:
 
 
 def chosen(step_s: staging.StepSeconds, began: Windows = BEGAN, **changes: float) -> staging.Staging:
-    given = {"per_byte_s": 0.0, "free_bytes": 0, **changes}
+    given = {"per_byte_s": 0.0, "free_bytes": 0, "layer_chunks": 100, **changes}
     return staging.choose(began, step_s, shared=False, **given)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def test_memory_that_is_free_costs_nothing() -> None:
 
 def test_what_saves_nothing_is_given_back() -> None:
     found = chosen(lambda windows: 10.0, per_byte_s=1e-9)
-    assert found.windows.gradient_buffers == 25
+    assert found.windows.gradient_buffers == staging.LEAST_BUFFERS
     assert staging_bytes(found.windows) < staging_bytes(BEGAN)
     assert chosen(lambda windows: 10.0).windows == BEGAN  # where bytes are worth nothing, nothing is gained
 
@@ -61,9 +61,19 @@ def test_a_naive_handler_stays_one_and_a_cpu_moves_no_gradients() -> None:
         tried.append(windows)
         return 10.0
 
-    staging.choose(naive, watched, shared=True, per_byte_s=0.0, free_bytes=0)
+    staging.choose(naive, watched, layer_chunks=100, shared=True, per_byte_s=0.0, free_bytes=0)
     assert {found.optimizer_buffers for found in tried} == {1}
     assert {found.gradient_buffers for found in tried} <= {BEGAN.gradient_buffers, staging.LEAST_BUFFERS}
+
+
+def test_room_for_states_that_are_read_ahead_is_taken_too() -> None:
+    """Where layers with states on NVMe stand between others without, the drives work on while those are passed."""
+
+    def spread(windows: Windows) -> float:
+        return 10.0 + 0.02 * max(0, 50 - windows.optimizer_buffers)
+
+    found = chosen(spread, per_byte_s=1e-12)
+    assert found.windows.optimizer_buffers == 50 and found.least_s == pytest.approx(10.92)
 
 
 def test_the_note_says_what_and_why() -> None:
