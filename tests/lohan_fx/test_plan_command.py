@@ -368,7 +368,6 @@ def test_the_answer_shows_windows_and_the_division(model: str, capsys: pytest.Ca
         "saves per step",
         "windows: fetch",
         "swap out",
-        "staging of",
         "buffers per lane",
         "for gradients",
     ):
