@@ -189,8 +189,10 @@ class CompiledModel:
     # --- what the backend asks for ----------------------------------------------------------------------------
 
     def request(self) -> Request:
-        """What ``compile`` was asked for, and the homes that the last plan gave to the parameters."""
-        return dataclasses.replace(self._request, homes=self.plans[-1].parameters if self.plans else ())
+        """What ``compile`` was asked for, the homes that the last plan gave to the parameters, and whether gradients are
+        held by now."""
+        homes = self.plans[-1].parameters if self.plans else ()
+        return dataclasses.replace(self._request, homes=homes, holds=self.engine.updates.holds)
 
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
@@ -228,6 +230,7 @@ class CompiledModel:
             hw=corrected(self._request.hw, ratios),
             matmul_rate=self._request.matmul_rate / ratios["compute"],
             compute_scale=self._request.compute_scale * ratios["compute"],
+            holds=self.engine.updates.holds,
         )
         now, then = scaled(found, ratios), replan(request).prediction
         self._request = request

@@ -42,9 +42,12 @@ class Work:
     ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes
     from NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is
     what exceeds MEM_avail. ``state_*_bytes`` (12P read, 14P written) and ``adam_parameters``: of updates in the
-    backward; ``late_*``: of those in a stage after it, whose gradients were written to NVMe as far as
-    ``held_nvme_bytes`` says, and are read back there. ``serial_optimizer``: reads, updates and writes do not overlap
-    (LoHan's naive handler). ``*_requests``: reads and writes of the drives, which on a CPU take processor time.
+    backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those among
+    them for which compute waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or
+    because the plan has a stage for them; ``next_*``: of those beside the forward, which updates what the step before
+    left. Of both kinds the gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says.
+    ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler). ``*_requests``: reads and writes
+    of the drives, which on a CPU take processor time.
     """
 
     forward_s: float
@@ -64,6 +67,14 @@ class Work:
     late_state_read_bytes: int = 0
     late_state_write_bytes: int = 0
     late_adam_parameters: int = 0
+    first_gradient_s: float = 0.0
+    blocking_read_bytes: int = 0
+    blocking_write_bytes: int = 0
+    blocking_hidden_s: float = 0.0
+    next_held_nvme_bytes: int = 0
+    next_state_read_bytes: int = 0
+    next_state_write_bytes: int = 0
+    next_adam_parameters: int = 0
     serial_optimizer: bool = False
     forward_requests: float = 0
     backward_requests: float = 0
@@ -72,14 +83,14 @@ class Work:
     def nvme_read_bytes(self) -> int:
         """Bytes that one step reads from NVMe."""
         fetched = self.fetched_forward_nvme_bytes + self.fetched_backward_nvme_bytes
-        states = self.state_read_bytes + self.late_state_read_bytes + self.held_nvme_bytes
-        return fetched + states + self.swapped_nvme_bytes
+        states = self.state_read_bytes + self.late_state_read_bytes + self.next_state_read_bytes
+        return fetched + states + self.held_nvme_bytes + self.next_held_nvme_bytes + self.swapped_nvme_bytes
 
     @property
     def nvme_write_bytes(self) -> int:
         """Bytes that one step writes to NVMe."""
-        states = self.state_write_bytes + self.late_state_write_bytes + self.held_nvme_bytes
-        return states + self.swapped_nvme_bytes
+        states = self.state_write_bytes + self.late_state_write_bytes + self.next_state_write_bytes
+        return states + self.held_nvme_bytes + self.next_held_nvme_bytes + self.swapped_nvme_bytes
 
 
 def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
@@ -100,6 +111,10 @@ def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
         **(_without_copies(work) if hw.device == "cpu" else {}),
         "serial_read_bytes": work.state_read_bytes if serial else 0,
         "serial_write_bytes": work.state_write_bytes if serial else 0,
+        "late_serial_read_bytes": work.late_state_read_bytes if serial else 0,
+        "late_serial_write_bytes": work.late_state_write_bytes if serial else 0,
+        "next_serial_read_bytes": work.next_state_read_bytes if serial else 0,
+        "next_serial_write_bytes": work.next_state_write_bytes if serial else 0,
         "adam_on_device": 1 if hw.device == "cpu" else 0,
         "cores_beside_adam": hw.cpu_cores - 1 if hw.device == "cpu" else 0,
         "io_core_s_per_request": hw.io_core_s_per_request if hw.device == "cpu" else 0.0,
@@ -125,8 +140,8 @@ def _without_copies(work: Work) -> dict[str, float]:
 
 
 def forward_stage(work: Work, hw: HardwareProfile) -> Stage:
-    """T_f of Eq. 4, per lane."""
-    return Stage({**_stage("forward", work, hw).lanes_s, Lane.CPU.value: 0.0})
+    """T_f of Eq. 4, per lane, with what the step before left of the optimizer."""
+    return _stage("forward", work, hw)
 
 
 def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
@@ -135,7 +150,7 @@ def backward_stage(work: Work, hw: HardwareProfile) -> Stage:
 
 
 def optimizer_stage(work: Work, hw: HardwareProfile) -> Stage:
-    """The stage after the backward, per lane, for systems that update there; empty for the others."""
+    """What is left when the backward has ended, per lane: late updates; empty where there are none."""
     return _stage("optimizer", work, hw) if work.late_adam_parameters else Stage({})
 
 

@@ -8,7 +8,19 @@ from lohan_fx import problem as problems
 from lohan_fx.budgets import staging_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
-from lohan_fx.plan import ActivationPlan, Decision, Division, Keep, ParameterPlan, Plan, Share, Swap, Tier, Use
+from lohan_fx.plan import (
+    ActivationPlan,
+    Decision,
+    Division,
+    Keep,
+    OptimizerTiming,
+    ParameterPlan,
+    Plan,
+    Share,
+    Swap,
+    Tier,
+    Use,
+)
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
 from lohan_fx.step_time import step_seconds
 
@@ -32,9 +44,10 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         share(Tier.DEVICE, Use.ACTIVATIONS, kept, _elsewhere(plan, Keep())),
     ]
     for tier in (Tier.DEVICE, Tier.HOST):
-        parameters, states = _resident(plan, tier)
+        parameters, states, gradients = _resident(plan, tier)
         shares.append(share(tier, Use.PARAMETERS, parameters, _parameters_elsewhere(plan, tier)))
         shares.append(share(tier, Use.STATES, states, _states_elsewhere(plan, tier)))
+        shares.append(share(tier, Use.GRADIENTS, gradients, _updated_on_arrival(plan, tier)))
     shares.append(share(Tier.HOST, Use.ACTIVATIONS, swapped, _elsewhere(plan, Swap(Tier.HOST))))
     staged = staging_bytes(problem.windows, shared=problem.budgets.shared)
     shares.append(share(Tier.HOST, Use.STAGING, staged))
@@ -54,11 +67,12 @@ def _bytes(plan: Plan, decision: Decision) -> int:
     return sum(a.bytes for a in plan.activations if a.decision == decision)
 
 
-def _resident(plan: Plan, tier: Tier) -> tuple[int, int]:
-    """Bytes of (parameters, states) that ``plan`` holds at ``tier``."""
+def _resident(plan: Plan, tier: Tier) -> tuple[int, int, int]:
+    """Bytes of (parameters, states, waiting gradients) that ``plan`` holds at ``tier``."""
     parameters = sum(p.bytes for p in plan.parameters if p.home is tier)
+    gradients = sum(p.held_bytes for p in plan.parameters if p.gradient_home is tier)
     device, host = resident_bytes(plan)
-    return parameters, (device if tier is Tier.DEVICE else host) - parameters
+    return parameters, (device if tier is Tier.DEVICE else host) - parameters - gradients, gradients
 
 
 def _elsewhere(plan: Plan, decision: Decision) -> Plan:
@@ -80,6 +94,17 @@ def _parameters_elsewhere(plan: Plan, tier: Tier) -> Plan:
 def _states_elsewhere(plan: Plan, tier: Tier) -> Plan:
     def moved(p: ParameterPlan) -> ParameterPlan:
         return dataclasses.replace(p, states_home=Tier.NVME) if p.states_home is tier and _large(p) else p
+
+    return dataclasses.replace(plan, parameters=tuple(moved(p) for p in plan.parameters))
+
+
+def _updated_on_arrival(plan: Plan, tier: Tier) -> Plan:
+    """``plan`` in which the gradients that wait at ``tier`` do not."""
+
+    def moved(p: ParameterPlan) -> ParameterPlan:
+        if p.gradient_home is not tier:
+            return p
+        return dataclasses.replace(p, optimizer_runs=OptimizerTiming.IN_BACKWARD, gradient_home=None)
 
     return dataclasses.replace(plan, parameters=tuple(moved(p) for p in plan.parameters))
 

@@ -31,7 +31,8 @@ PRICE_YEARS = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has."""
+    """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
+    the global norm, for which all gradients wait, as they do for the loss scale of fp16."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -39,6 +40,7 @@ class Asked:
     device_memory_bytes: int | None = None
     compute_dtype: torch.dtype = torch.bfloat16
     simulated: bool = True
+    clipping: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
         budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts)),
         windows=windows,
         plan=None,
+        holds=asked.clipping or asked.compute_dtype is torch.float16,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.forecast import PRICE_YEARS, Forecast
-from lohan_fx.plan import Division, Recompute, Stage, Tier
+from lohan_fx.plan import Division, OptimizerTiming, Recompute, Stage, Tier
 from lohan_fx.plan_table import DECISIONS, division_table, table, windows_lines
 from lohan_fx.simulated_waits import WORTH_A_REASON, waits_s
 from lohan_fx.simulator import Simulation
@@ -20,6 +20,10 @@ _TIERS = {
     Tier.DEVICE: "fits on the device",
     Tier.HOST: "fits with host memory, without a drive",
     Tier.NVME: "fits with NVMe",
+}
+_TIMINGS = {
+    OptimizerTiming.AFTER_BACKWARD: "after the backward",
+    OptimizerTiming.NEXT_FORWARD: "beside the next forward",
 }
 _COUNTS = {"tokens": "tokens/s", "images": "images/s", "samples": "samples/s"}
 
@@ -65,6 +69,7 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
         ("peak on device", f"{format_bytes(peaks['device'])} of {format_bytes(found.plan.device_memory_bytes)}"),
         ("peak in host memory", f"{format_bytes(peaks['host'])} of {format_bytes(found.plan.host_memory_bytes)}"),
     ]
+    rows += [("updates", text) for text in _updates(found)]
     capacity = sum(drive.capacity_bytes for drive in found.asked.hw.nvme)
     disk = f" of {format_bytes(capacity)}" if capacity else ""
     rows += [
@@ -78,6 +83,21 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
     if found.usd_per_million_tokens is not None:
         rows.append(("cost", f"${found.usd_per_million_tokens:,.3g} per million tokens"))
     return rows
+
+
+def _updates(found: Forecast) -> list[str]:
+    """When parameters are updated, where it is not in the backward, and where their gradients wait for it."""
+    texts = []
+    for timing, when in _TIMINGS.items():
+        put_off = [p for p in found.plan.parameters if p.optimizer_runs is timing]
+        if not put_off:
+            continue
+        waiting = {tier: sum(p.held_bytes for p in put_off if p.gradient_home is tier) for tier in Tier}
+        where = [f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in waiting.items() if nbytes]
+        texts.append(
+            f"of {_billions(sum(p.numel for p in put_off))} parameters {when}; gradients wait: {', '.join(where)}"
+        )
+    return texts
 
 
 def _why_simulated_differs(simulation: Simulation, formula_s: float) -> list[tuple[str, str]]:

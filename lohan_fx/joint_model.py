@@ -1,9 +1,14 @@
 """joint_model: one decision about everything that shares memory, as numbers for ``passes.optimum`` and back as a plan.
 
 What is decided: for each activation whether it is recomputed, kept, or swapped to host or NVMe; for each parameter
-where its compute-dtype copy lives; for its optimizer states, host or NVMe. Small parameters stay in memory. Everything
-is updated in the backward: in a stage of its own after it, updates would take their turn behind what they now overlap
-with, and at the head of the next forward they do not run yet.
+where its compute-dtype copy lives; for its optimizer states, host or NVMe; and whether it is updated when its gradient
+arrives or beside the next forward, until when the gradient waits in host memory or on NVMe. Small parameters stay in
+memory.
+
+In a stage of their own after the backward, updates would take their turn behind what they now overlap with. Nothing
+hides those whose gradients come last: their states are worth more memory than others'. Beside the next forward only what
+has to move is worth updating: what a CPU has in memory it updates where it is, in the backward for the same seconds. And
+what the forward fetches first is not: the forward would wait for it, as the end of the backward does.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
-from lohan_fx.step_time import fetches_of, parameter_adds, quantities_of_plan, stage_lanes
+from lohan_fx.step_time import device_of, fetches_of, parameter_adds, quantities_of_plan, stage_lanes
 
-Homes = tuple[Tier, Tier | None]
-"""Where a parameter and its optimizer states live; None for the states of a frozen one."""
+Homes = tuple[Tier, Tier | None, Tier | None]
+"""Where a parameter, its optimizer states and its waiting gradient live; None for the states of a frozen one, and for
+the gradient of one that is updated when it arrives."""
 
 
 ROUNDING = 1e-6
@@ -37,8 +43,7 @@ ROUNDING = 1e-6
 class JointModel:
     """``model`` and what its options mean: ``decisions[size][option]``; ``names[thing]`` and ``homes[thing][option]``.
 
-    The options of parameters stand in the order in which the first layers get them: those that take most memory first,
-    because the first layers' gradients come last, when no backward is left to hide their traffic.
+    The options of parameters stand in the order of the memory that they take, the least last.
     """
 
     problem: Problem
@@ -61,8 +66,13 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
     decisions = tuple(_decisions(nbytes, hw, shared=budgets.shared) for nbytes in sizes)
     alike: dict[tuple[object, ...], list[ParameterFacts]] = {}
     for p in problem.parameters:
-        alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name)), []).append(p)
-    homes = tuple(_homes(members[0], hw, shared=budgets.shared) for members in alike.values())
+        ends = (
+            p.name in problem.ends.first_fetches,
+            p.name in problem.ends.last_gradients,
+            problem.ends.blocking_s.get(p.name),
+        )
+        alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name), *ends), []).append(p)
+    homes = tuple(_homes(members[0], problem, hw) for members in alike.values())
     host = budgets.host_memory_bytes - budgets.fixed_bytes - (graph_bytes if budgets.shared else 0)
     return JointModel(
         problem=problem,
@@ -96,13 +106,20 @@ def _decisions(nbytes: int, hw: HardwareProfile, *, shared: bool) -> tuple[Decis
     return Keep(), *host, *((Swap(Tier.NVME),) if hw.nvme else ())
 
 
-def _homes(p: ParameterFacts, hw: HardwareProfile, *, shared: bool) -> tuple[Homes, ...]:
+def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Homes, ...]:
+    """What there is to choose from; last what takes least memory."""
     if p.numel <= problems.SMALL_PARAMETER_ELEMENTS:
-        return ((Tier.DEVICE, Tier.HOST if p.trainable else None),)
+        return ((Tier.DEVICE, Tier.HOST if p.trainable else None, None),)
     nvme = (Tier.NVME,) if hw.nvme else ()
-    homes = (Tier.DEVICE, *(() if shared else (Tier.HOST,)), *nvme)
+    homes = (Tier.DEVICE, *(() if problem.budgets.shared else (Tier.HOST,)), *nvme)
     states = (Tier.HOST, *nvme) if p.trainable else (None,)
-    return tuple(itertools.product(homes, states))
+    found: list[Homes] = []
+    for home, states_home in itertools.product(homes, states):
+        moves = not problem.budgets.shared or Tier.NVME in (home, states_home)
+        if p.trainable and moves and p.name not in problem.ends.first_fetches:
+            found += [(home, states_home, waits) for waits in (Tier.HOST, *nvme)]
+        found.append((home, states_home, None))
+    return tuple(found)
 
 
 def _moved(nbytes: int, decision: Decision, *, shared: bool) -> Adds:
@@ -113,16 +130,15 @@ def _moved(nbytes: int, decision: Decision, *, shared: bool) -> Adds:
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
-    runs = OptimizerTiming.IN_BACKWARD if p.trainable else OptimizerTiming.NONE
-    placed = ParameterPlan(p.name, layer_of_parameter(p.name), p.numel, p.bytes, p.trainable, *at, runs)
+    home, states_home, waits = at
+    runs = OptimizerTiming.NEXT_FORWARD if waits is not None else OptimizerTiming.IN_BACKWARD
+    runs = runs if p.trainable else OptimizerTiming.NONE
+    layer = layer_of_parameter(p.name)
+    placed = ParameterPlan(p.name, layer, p.numel, p.bytes, p.trainable, home, states_home, runs, waits)
     shared = problem.budgets.shared
-    device, host = parameter_bytes(placed, "cpu" if shared else "cuda")
+    device, host = parameter_bytes(placed, device_of(problem))
     held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
-    return {
-        quantity: added
-        for quantity, added in {**parameter_adds(placed, fetches_of(problem, p.name)), **held}.items()
-        if added
-    }
+    return {quantity: added for quantity, added in {**parameter_adds(problem, placed), **held}.items() if added}
 
 
 # --- back to a plan -------------------------------------------------------------------------------------------
@@ -184,15 +200,28 @@ def plan_of(joint: JointModel, decisions: dict[str, Decision], treated: Sequence
     """The plan of these decisions, with ``treated[thing][option]`` parameters at home in each way."""
     homes: dict[str, Tier] = {}
     resident: set[str] = set()
+    waiting: dict[str, Tier] = {}
     for names, options, counts in zip(joint.names, joint.homes, treated, strict=True):
-        spread = itertools.chain.from_iterable(
-            itertools.repeat(at, count) for at, count in zip(options, counts, strict=True)
-        )
-        for name, (home, states_home) in zip(names, spread, strict=True):
+        for name, (home, states_home, waits) in zip(names, _spread(options, counts), strict=True):
             homes[name] = home
             if states_home is Tier.HOST:
                 resident.add(name)
-    return build_plan(joint.problem, decisions, homes, Tier.NVME, resident)
+            if waits is not None:
+                waiting[name] = waits
+    return build_plan(joint.problem, decisions, homes, Tier.NVME, resident, waiting=waiting)
+
+
+def _spread(options: Sequence[Homes], counts: Sequence[int]) -> list[Homes]:
+    """So many of each option, evenly over the layers: gradients whose states move in a row fill the window, and compute
+    waits for the drives, which idle in the next row. The first layers get what takes most memory, because their gradients
+    come late, and the last ones wait for the next forward, which comes to them late."""
+    used = [(at, count) for at, count in zip(options, counts, strict=True) if count]
+    used.sort(key=lambda option: option[0][-1] is not None)
+    last = max(len(used) - 1, 1)
+    placed = [
+        ((number + rank / last) / count, rank, at) for rank, (at, count) in enumerate(used) for number in range(count)
+    ]
+    return [at for _, _, at in sorted(placed, key=lambda place: place[:2])]
 
 
 def activation_room(joint: JointModel, solution: Solution) -> tuple[int, int]:

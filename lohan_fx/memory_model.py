@@ -5,7 +5,7 @@ from __future__ import annotations
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
-from lohan_fx.problem import GRADIENT_BYTES, Problem
+from lohan_fx.problem import Problem
 
 STAGING_GROWTH_BYTES = 128 << 20
 """A larger promise also gets larger staging, by at most this, and larger windows and more room for gradients, by at most
@@ -29,7 +29,7 @@ def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
         same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
         found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
     if p.gradient_home is not None:
-        found[p.gradient_home] += GRADIENT_BYTES * p.numel
+        found[p.gradient_home] += p.held_bytes
     return found[Tier.DEVICE], found[Tier.HOST]
 
 

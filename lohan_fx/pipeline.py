@@ -28,6 +28,7 @@ from lohan_fx.passes.insert_swaps import insert_swaps
 from lohan_fx.passes.liveness import device_peaks, swap_out_room
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
+from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.traffic import fetch_counts, padding_bytes, traffic
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import ParameterPlan, Plan, Prediction, Swap, Tier, Use, Windows
@@ -53,7 +54,8 @@ class Request:
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
-    may change the buffers of ``windows`` (``staging``); not once the runtime has them.
+    may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``holds``: all gradients wait for
+    ``step()`` (docs/0014).
     """
 
     hw: HardwareProfile
@@ -69,6 +71,7 @@ class Request:
     revise: bool = True
     segments: str = inductor.BOXED
     chooses_staging: bool = True
+    holds: bool = False
 
 
 def compile_training(
@@ -175,6 +178,8 @@ def _search(rewrites: _Rewrites, request: Request) -> Plan:
         windows=request.windows,
         device_peak=lambda plan: _device_peak(rewrites.halves(plan), plan),
         fetches=fetch_counts(keeping),
+        ends=step_ends(keeping, seconds, request.windows.gradient_bytes),
+        holds=request.holds,
     )
     plan = make_plan(problem, request.hw)
     if request.chooses_staging:

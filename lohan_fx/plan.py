@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = 1
+SUM_BYTES = 4
+"""Per parameter: a sum of gradients is fp32."""
 
 
 class Tier(enum.StrEnum):
@@ -29,10 +31,12 @@ class OptimizerTiming(enum.StrEnum):
     """When the optimizer of a parameter runs.
 
     ``AFTER_BACKWARD``: in a stage of its own once the whole backward is done, as ZeRO does; what LoHan avoids.
+    ``NEXT_FORWARD``: begun by ``step()``, beside the next forward and before that fetches the parameter.
     """
 
     IN_BACKWARD = "in_backward"
     AFTER_BACKWARD = "after_backward"
+    NEXT_FORWARD = "next_forward"
     NONE = "none"
 
 
@@ -103,10 +107,25 @@ class ActivationPlan:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """The parameters at both ends of a step, where no compute is left to hide anything beside: those that the forward
+    waits for first, and those whose gradients the backward makes last. ``first_gradient_s``: seconds of the backward,
+    recomputation aside, before it makes more than a negligible part of them. ``blocking_s``: parameters whose gradients
+    leave no room in the window for the next one, and the seconds of the backward from one to the other: compute then
+    waits until the first is updated."""
+
+    first_fetches: frozenset[str] = frozenset()
+    last_gradients: frozenset[str] = frozenset()
+    first_gradient_s: float = 0.0
+    blocking_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ParameterPlan:
     """Where one parameter (its compute-dtype copy) and its optimizer states live, and when it is updated.
 
-    ``gradient_home``: where the fp32 gradient of a parameter updated ``AFTER_BACKWARD`` waits for that; else None.
+    ``gradient_home``: where the gradient waits for that, as a fp32 sum ``AFTER_BACKWARD``, as the backward made it in the
+    ``NEXT_FORWARD``; None where it does not wait.
     """
 
     name: str
@@ -118,6 +137,30 @@ class ParameterPlan:
     states_home: Tier | None
     optimizer_runs: OptimizerTiming
     gradient_home: Tier | None = None
+
+    def in_memory_of(self, device: str) -> bool:
+        """Whether ``device`` has the parameter and its states in its memory (a CPU's is host RAM): then nothing moves for
+        an update, and the device does it where the gradient is made."""
+        near = (Tier.DEVICE, Tier.HOST) if device == "cpu" else (Tier.DEVICE,)
+        return self.home in near and self.states_home in near
+
+    def runs_beside(self, ends: Ends, device: str) -> OptimizerTiming:
+        """The stage that its update lengthens: not the backward, if its gradient is one of the last and something has to
+        move for the update; not the next forward, if that begins with it or nothing has to move."""
+        here = self.in_memory_of(device)
+        match self.optimizer_runs:
+            case OptimizerTiming.IN_BACKWARD if self.name in ends.last_gradients and not here:
+                return OptimizerTiming.AFTER_BACKWARD
+            case OptimizerTiming.NEXT_FORWARD if self.name in ends.first_fetches or here:
+                return OptimizerTiming.AFTER_BACKWARD
+        return self.optimizer_runs
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the gradient where it waits; 0 where it does not."""
+        if self.gradient_home is None:
+            return 0
+        return self.bytes if self.optimizer_runs is OptimizerTiming.NEXT_FORWARD else SUM_BYTES * self.numel
 
 
 @dataclass(frozen=True)
@@ -156,6 +199,10 @@ class Windows:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
 
 
+UPDATES_LANE = "updates"
+"""No lane: in the backward's seconds by lane, compute up to the first gradient and then the drives' work for updates."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """Predicted seconds of one stage per lane. The busiest lane is the bound (LoHan Eq. 4 and 5)."""
@@ -175,7 +222,8 @@ class Stage:
 class Prediction:
     """What the planner says will happen in one training step.
 
-    ``optimizer``: the stage after the backward; empty where all is updated in it.
+    ``optimizer``: what is left when the backward has ended: updates that run there, and those whose gradients come last;
+    empty where there are none.
     """
 
     forward: Stage
@@ -201,6 +249,7 @@ class Use(enum.StrEnum):
     ACTIVATIONS = "activations"
     PARAMETERS = "parameters"
     STATES = "optimizer states"
+    GRADIENTS = "gradients that wait"
     FREE = "free"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import networkx as nx
 
@@ -34,12 +34,15 @@ def build_plan(
     resident: Collection[str] = (),
     *,
     optimizer_runs: OptimizerTiming = OptimizerTiming.IN_BACKWARD,
+    waiting: Mapping[str, Tier] | None = None,
 ) -> Plan:
     """The ``Plan`` of ``problem`` with these decisions; trained parameters are updated when ``optimizer_runs`` says.
 
-    ``resident``: parameters whose states stay in host memory wherever the others' are.
+    ``resident``: parameters whose states stay in host memory wherever the others' are. ``waiting``: those that are updated
+    in the next forward instead, and where their gradients wait for it.
     """
     found = problem.activations
+    waits = waiting or {}
     in_memory = set(resident)
     if states_home is Tier.NVME:
         here = (p for p in problem.parameters if homes[p.name] is Tier.DEVICE)
@@ -60,12 +63,19 @@ def build_plan(
                 trainable=p.trainable,
                 home=homes[p.name],
                 states_home=(Tier.HOST if p.name in in_memory else states_home) if p.trainable else None,
-                optimizer_runs=optimizer_runs if p.trainable else OptimizerTiming.NONE,
+                optimizer_runs=_runs(p, waits, optimizer_runs),
+                gradient_home=waits.get(p.name),
             )
             for p in problem.parameters
         ),
         windows=problem.windows,
     )
+
+
+def _runs(p: ParameterFacts, waiting: Mapping[str, Tier], otherwise: OptimizerTiming) -> OptimizerTiming:
+    if not p.trainable:
+        return OptimizerTiming.NONE
+    return OptimizerTiming.NEXT_FORWARD if p.name in waiting else otherwise
 
 
 def _in_order(found: ActivationGraph, decisions: dict[str, Decision]) -> list[tuple[str, Decision]]:

@@ -90,6 +90,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--lean-loss", action="store_true", help="as if the model were given to lohan_fx.lean_loss.with_lean_loss"
     )
     parser.add_argument(
+        "--clipping",
+        action="store_true",
+        help="gradients are clipped by their global norm: all wait for step(), and updates run beside the next forward",
+    )
+    parser.add_argument(
         "--formula",
         nargs="?",
         const=NUMBERS,
@@ -274,6 +279,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         device_memory_bytes=_bytes("--device-memory", arguments.device_memory),
         compute_dtype=DTYPES[arguments.compute_dtype],
         simulated=not arguments.no_simulation,
+        clipping=arguments.clipping,
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.holding import holding
 from lohan_fx.plan import Plan
 from lohan_fx.policies import named
 from lohan_fx.problem import Problem
 
 
 def make_plan(problem: Problem, hw: HardwareProfile) -> Plan:
-    """The plan of ``problem.policy`` for ``problem`` on ``hw``.
+    """The plan of ``problem.policy`` for ``problem`` on ``hw``; where gradients are held, with all updates put off.
 
     Raises ``InfeasiblePlan`` where the budgets are too small for it.
     """
-    return named(problem.policy).decide(problem, hw)
+    plan = named(problem.policy).decide(problem, hw)
+    return holding(problem, hw, plan) if problem.holds else plan

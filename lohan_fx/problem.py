@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lohan_fx.passes.activation_graph import ActivationGraph
-from lohan_fx.plan import Plan, Windows
+from lohan_fx.plan import Ends, Plan, Windows
 
-GRADIENT_BYTES = 4
-"""Bytes of a waiting gradient per parameter: held gradients are fp32 sums."""
 SMALL_PARAMETER_ELEMENTS = 1 << 15
 """Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
 SMALL_ACTIVATION_BYTES = 4096
@@ -46,6 +44,7 @@ class Problem:
     ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
     home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there;
     once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
+    ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
     """
 
     policy: str
@@ -58,3 +57,5 @@ class Problem:
     windows: Windows
     device_peak: Callable[[Plan], int]
     fetches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    ends: Ends = field(default_factory=Ends)
+    holds: bool = False

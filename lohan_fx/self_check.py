@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lohan_fx.hardware import FrozenMapping, HardwareProfile
-from lohan_fx.plan import Prediction, Stage
+from lohan_fx.plan import UPDATES_LANE, Prediction, Stage
 from lohan_fx.runtime.timeline import LaneTotals, Timeline
 
 STAGES = ("forward", "backward", "optimizer")
@@ -93,7 +93,7 @@ def typical(steps: Sequence[StepCheck]) -> StepCheck:
 def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
     """Lane -> how many times longer than predicted it was busy, over both stages; 1 where it hardly matters."""
     found = {}
-    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s}:
+    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s} - {UPDATES_LANE}:
         expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
         took_s = sum(stage.get(lane, 0.0) for stage in measured.lanes_s.values())
         heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
@@ -130,8 +130,10 @@ def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfi
 def scaled(predicted: Prediction, ratios: Mapping[str, float]) -> Prediction:
     """``predicted`` as it would have been with the corrected rates."""
 
+    of_lane = {UPDATES_LANE: ratios.get("ssd", 1.0), **ratios}  # most of it is the drives'
+
     def stage(found: Stage) -> Stage:
-        return Stage({lane: seconds * ratios.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})
+        return Stage({lane: seconds * of_lane.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})
 
     found = {name: stage(before) for name, before in _stages(predicted).items()}
     return replace(predicted, forward=found["forward"], backward=found["backward"], optimizer=found["optimizer"])

@@ -2,34 +2,35 @@
 and ``runtime/chunk_pipeline.py``.
 
 The order of acquiring, reading, updating and writing is theirs, method for method, because what overlaps what is
-decided there. Gradients that the plan gives a home are held there until ``step``.
+decided there. Gradients that the plan gives a home are held there until ``step``, which applies them at once or begins
+to, in the order in which the forward fetched their parameters.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lohan_fx.event_clock import Countdown, Job, Signal, Thread
-from lohan_fx.plan import ParameterPlan, Tier
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Tier
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
 from lohan_fx.simulated_machine import SimulatedMachine
-
-HELD_BYTES = 4
-"""Per parameter: a gradient that is held is a fp32 sum."""
 
 
 @dataclass(eq=False)
 class _Chunk:
     """One chunk's way. ``updates``: it ends in an update, and not in a gradient that is held. ``in_place``: counts the
-    chunks of a gradient that stays where it is until all are updated."""
+    chunks of a gradient that stays where it is until all are updated. ``update``: counts those of an update that runs
+    beside the next forward."""
 
     parameter: ParameterPlan
     elements: int
     updates: bool
     has_gradient: bool = True
     in_place: Countdown | None = None
+    update: Countdown | None = None
     has_buffer: bool = False
     reads: list[Signal] = field(default_factory=list)
 
@@ -49,6 +50,9 @@ class SimulatedOptimizer:
         self._arrived: deque[_Chunk] = deque()
         self._reading: deque[_Chunk] = deque()
         self._held: list[ParameterPlan] = []
+        self._pending: dict[str, Signal] = {}
+        self.fetched: dict[str, None] = {}
+        """The parameters in the order in which the last forward fetched them; kept by who runs that."""
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
@@ -56,6 +60,10 @@ class SimulatedOptimizer:
         """The gradient is handed over; ``held_bytes`` of device memory go once it has left."""
         machine, nbytes = self._machine, parameter.bytes
         late = applied_late(parameter)
+        if late and self._stays(parameter):
+            machine.memory.change(graph=-held_bytes)
+            self._held.append(parameter)
+            return
         chunks = [_Chunk(parameter, elements, updates=not late) for elements in machine.chunks(parameter)]
         if self._in_memory(parameter, holds=late) and chunks:
             yield from self._compute_here(chunks)
@@ -85,6 +93,11 @@ class SimulatedOptimizer:
         for chunk in chunks:
             machine.d2h.submit(self._leave(chunk, after, left))
 
+    def _stays(self, parameter: ParameterPlan) -> bool:
+        """Whether the only gradient of a step is itself what is held (``held_gradients.take_in``)."""
+        next_forward = parameter.optimizer_runs is OptimizerTiming.NEXT_FORWARD
+        return self._machine.on_cpu and next_forward and parameter.gradient_home is not Tier.NVME
+
     def _in_memory(self, parameter: ParameterPlan, *, holds: bool) -> bool:
         """Whether nothing has to move: all that the arithmetic touches is in the device's memory."""
         near = (Tier.DEVICE, Tier.HOST) if self._machine.on_cpu else (Tier.DEVICE,)
@@ -109,19 +122,37 @@ class SimulatedOptimizer:
         )
 
     def step(self) -> Thread:
-        """``engine.step``: the barrier, what is held, and the barrier again."""
+        """``engine.step``: the barrier, what is held, the barrier again, and the beginning of what the forward will wait
+        for."""
         yield from self._barrier()
         order = {name: place for place, name in enumerate(self._machine.parameters)}
         held, self._held = sorted(self._held, key=lambda p: order[p.name]), []
-        for parameter in held:
-            chunks = [_Chunk(parameter, n, True, has_gradient=False) for n in self._machine.chunks(parameter)]
-            if self._in_memory(parameter, holds=False):
-                yield from self._compute_here(chunks)
-                continue
-            self._unfinished += len(chunks)
-            for chunk in chunks:
-                self._arrive(chunk)
+        later = [p for p in held if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD]
+        for parameter in (p for p in held if p not in later):
+            yield from self._apply(parameter)
         yield from self._barrier()
+        fetched = {name: place for place, name in enumerate(self.fetched)}
+        for parameter in sorted(later, key=lambda p: fetched.get(p.name, len(fetched))):
+            yield from self._apply(parameter)
+
+    def _apply(self, parameter: ParameterPlan) -> Thread:
+        """Begin the update with what is held; in memory, all of it."""
+        chunks = [_Chunk(parameter, n, True, has_gradient=False) for n in self._machine.chunks(parameter)]
+        if self._in_memory(parameter, holds=False):
+            yield from self._compute_here(chunks)
+            return
+        if parameter.optimizer_runs is OptimizerTiming.NEXT_FORWARD:
+            done = self._pending[parameter.name] = self._machine.clock.signal()
+            update = Countdown(len(chunks), done.set)
+            for chunk in chunks:
+                chunk.update = update
+        self._unfinished += len(chunks)
+        for chunk in chunks:
+            self._arrive(chunk)
+
+    def pending(self, parameter: str) -> Signal | None:
+        """Set once the update of ``parameter`` that the last step began is in place; None where there is none."""
+        return self._pending.get(parameter)
 
     def _barrier(self) -> Thread:
         while self._unfinished:
@@ -172,7 +203,7 @@ class SimulatedOptimizer:
         elif chunk.has_gradient:
             machine.pool["gradients"].release()
         writes = self._writes(chunk)
-        done = Countdown(len(writes), self._finished)
+        done = Countdown(len(writes), functools.partial(self._finished, chunk))
         for extent, nbytes in writes:
             machine.ssd.submit(
                 self._move(machine.writing(extent, nbytes), done.one_less), priority=STATE_WRITE_PRIORITY
@@ -197,10 +228,12 @@ class SimulatedOptimizer:
         yield job
         done()
 
-    def _finished(self) -> None:
+    def _finished(self, chunk: _Chunk) -> None:
         self._machine.pool["optimizer"].release()
         self._unfinished -= 1
         self._notify()
+        if chunk.update is not None:
+            chunk.update.one_less()
 
     def _touched_bytes(self, chunk: _Chunk) -> int:
         """Of its buffer: what is read or written there, and the fp32 gradient."""
@@ -216,14 +249,14 @@ class SimulatedOptimizer:
         if chunk.updates and chunk.parameter.states_home is Tier.NVME:
             found += [(f"{name}:master", 4 * elements), (f"{name}:moments", 8 * elements)]
         if not chunk.has_gradient and chunk.parameter.gradient_home is Tier.NVME:
-            found.append((f"{name}:gradient", HELD_BYTES * elements))
+            found.append((f"{name}:gradient", _held_bytes(chunk)))
         return found
 
     def _writes(self, chunk: _Chunk) -> list[tuple[str, int]]:
         parameter, elements = chunk.parameter, chunk.elements
         name = parameter.name
         if not chunk.updates:
-            return [(f"{name}:gradient", HELD_BYTES * elements)] if parameter.gradient_home is Tier.NVME else []
+            return [(f"{name}:gradient", _held_bytes(chunk))] if parameter.gradient_home is Tier.NVME else []
         away = parameter.states_home is Tier.NVME
         found: list[tuple[str, int]] = []
         if away:
@@ -232,3 +265,7 @@ class SimulatedOptimizer:
         if parameter.home is Tier.NVME and not (each == 4 and away):
             found.append((f"{name}:compute", each * elements))
         return found
+
+
+def _held_bytes(chunk: _Chunk) -> int:
+    return chunk.parameter.held_bytes // chunk.parameter.numel * chunk.elements

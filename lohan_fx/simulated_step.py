@@ -12,7 +12,7 @@ from lohan_fx import cost
 from lohan_fx.event_clock import Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
-from lohan_fx.plan import Plan
+from lohan_fx.plan import OptimizerTiming, Plan
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 from lohan_fx.simulated_machine import MemoryPoint, SimulatedMachine
 from lohan_fx.simulated_optimizer import SimulatedOptimizer
@@ -96,6 +96,8 @@ def simulate_program(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: simulate at least one")
+    if any(p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in plan.parameters) and program.backward:
+        steps += 1
     machine = SimulatedMachine(plan, hw, fused_adam=fused_adam, transfers=transfers)
     step = _Step(machine, program)
     machine.clock.start(step.run(steps))
@@ -112,8 +114,8 @@ class _Step:
         self.ended_s: float | None = None
         self._machine = machine
         self._program = program
-        self._transfers = SimulatedTransfers(machine)
         self._optimizer = SimulatedOptimizer(machine)
+        self._transfers = SimulatedTransfers(machine, self._optimizer.pending)
         self._begun_s = 0.0
         self._ends_s: dict[str, float] = {}
 
@@ -128,6 +130,7 @@ class _Step:
 
     def _run_once(self) -> Thread:
         program, memory = self._program, self._machine.memory
+        self._optimizer.fetched.clear()
         yield from self._stage("forward", program.forward, program.forward_base_bytes)
         if program.backward:
             yield from self._stage("backward", program.backward, program.backward_base_bytes)
@@ -164,6 +167,7 @@ class _Step:
                     yield from machine.compute.run(machine.computing(found.seconds, found.touched_bytes))
                 machine.memory.change(graph=found.change_bytes)
             case Fetch():
+                self._optimizer.fetched.setdefault(found.parameter)
                 self._transfers.fetch(found)
             case SwapOut():
                 yield from self._transfers.swap_out(found)
@@ -184,8 +188,10 @@ class _Step:
         events = tuple(
             dataclasses.replace(event, start_s=event.start_s - begun_s, end_s=event.end_s - begun_s)
             for event in sorted(clock.events, key=lambda event: event.start_s)
+            if event.end_s <= self.ended_s  # what it began for the next step is the next step's
         )
-        curve = tuple(dataclasses.replace(point, time_s=point.time_s - begun_s) for point in machine.memory.curve)
+        points = (point for point in machine.memory.curve if point.time_s <= self.ended_s)
+        curve = tuple(dataclasses.replace(point, time_s=point.time_s - begun_s) for point in points)
         return Simulation(
             step_s=step_s,
             forward_s=forward_s,

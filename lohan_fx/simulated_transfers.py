@@ -29,23 +29,40 @@ class _Away:
 class SimulatedTransfers:
     """Brings parameters in, sends activations out and brings them back."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
+    def __init__(self, machine: SimulatedMachine, pending: Callable[[str], Signal | None]) -> None:
+        """``pending``: the update of a parameter that its fetch must wait for, or None."""
         self._machine = machine
         self._leaving_bytes = 0
         self._room = machine.clock.signal()
+        self._pending = pending
         self._arrivals: dict[str, tuple[str, Signal]] = {}
         self._away: dict[int, _Away] = {}
 
     def fetch(self, found: Fetch) -> None:
         machine, label = self._machine, f"fetch of {found.parameter}"
         machine.memory.change(graph=found.change_bytes)
-        home = machine.parameters[found.parameter].home
+        home, update = machine.parameters[found.parameter].home, self._pending(found.parameter)
         if home is Tier.DEVICE:
+            if update is not None:
+                self._arrivals[found.node] = (label, update)
             return
         arrived, after = machine.clock.signal(), machine.compute.mark()
         self._arrivals[found.node] = (label, arrived)
+        if update is None or update.done:
+            self._start(found, home, label, after, arrived)
+        else:
+            machine.clock.start(self._start_after(update, found, home, label, after, arrived))
+
+    def _start_after(
+        self, update: Signal, found: Fetch, home: Tier, label: str, after: Signal | None, arrived: Signal
+    ) -> Thread:
+        """No thread of a lane waits for the update."""
+        yield update
+        self._start(found, home, label, after, arrived)
+
+    def _start(self, found: Fetch, home: Tier, label: str, after: Signal | None, arrived: Signal) -> None:
         if home is Tier.HOST:
-            machine.h2d.submit(self._copy_in(label, found.bytes, after, arrived.set))
+            self._machine.h2d.submit(self._copy_in(label, found.bytes, after, arrived.set))
         else:
             self._bring("fetch", f"{found.parameter}:compute", label, found.bytes, after, arrived.set)
 

@@ -41,7 +41,8 @@ def simulate(
 
     ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, from the profile's rates.
     ``fused_adam``: whether the optimizer is torch's fused one, as the profile's rate is; None: as the model's optimizer
-    is, or fused. ``steps``: simulate so many in a row, and show the last.
+    is, or fused. ``steps``: simulate so many in a row, and show the last; one more where updates run beside the next
+    forward, so that what is shown has its predecessor's.
     Raises ``ValueError`` where there is nothing to simulate yet, or where ``plan`` or ``hw`` is missing.
     """
     if isinstance(model, Halves):

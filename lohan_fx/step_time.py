@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from lohan_fx import cost
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
-from lohan_fx.plan import ParameterPlan, Plan, Recompute, Stage, Swap, Tier
+from lohan_fx.plan import UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
 from lohan_fx.problem import Problem
 
 
-def parameter_adds(p: ParameterPlan, fetches: tuple[int, int]) -> dict[Quantity, float]:
-    """What one parameter that is fetched so often (forward, backward) and updated in the backward adds to traffic."""
+def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
+    """What one parameter, updated on arrival of its gradient or in the next forward, adds to what a step moves."""
+    fetches = fetches_of(problem, p.name)
     forward, backward = (p.bytes * times if p.home is not Tier.DEVICE else 0 for times in fetches)
     streamed = p.home is Tier.NVME
     away = p.states_home is Tier.NVME
     # Where the master is also what the graph computes with, writing the states back writes it.
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
+    states, copies, updated, held = _BESIDE.get(p.runs_beside(problem.ends, device_of(problem)), _EARLY)
     return {
         Quantity.FETCHED_FORWARD: forward,
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
         Quantity.FETCHED_BACKWARD: backward,
         Quantity.FETCHED_BACKWARD_NVME: backward if streamed else 0,
-        Quantity.STATES: STATE_BYTES * p.numel if away else 0,
-        Quantity.COPIED: p.bytes if copied else 0,
+        states: STATE_BYTES * p.numel if away else 0,
+        copies: p.bytes if copied else 0,
+        **({updated: p.numel} if updated is not None else {}),
+        **(_blocking(problem, p, away, copied) if states is Quantity.STATES else {}),
+        **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
     }
+
+
+def _blocking(problem: Problem, p: ParameterPlan, away: bool, copied: bool) -> dict[Quantity, float]:
+    """What a parameter for whose update compute waits adds beside the traffic."""
+    if p.name not in problem.ends.blocking_s or p.in_memory_of(device_of(problem)):
+        return {}
+    return {
+        Quantity.BLOCKING_STATES: STATE_BYTES * p.numel if away else 0,
+        Quantity.BLOCKING_COPIED: p.bytes if copied else 0,
+        Quantity.BLOCKING_HIDDEN_S: problem.ends.blocking_s[p.name],
+    }
+
+
+_EARLY = (Quantity.STATES, Quantity.COPIED, None, None)
+_BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity | None, Quantity | None]] = {
+    OptimizerTiming.AFTER_BACKWARD: (
+        Quantity.LATE_STATES,
+        Quantity.LATE_COPIED,
+        Quantity.LATE_UPDATED,
+        Quantity.LATE_HELD_NVME,
+    ),
+    OptimizerTiming.NEXT_FORWARD: (
+        Quantity.NEXT_STATES,
+        Quantity.NEXT_COPIED,
+        Quantity.NEXT_UPDATED,
+        Quantity.NEXT_HELD_NVME,
+    ),
+}
+"""Stage of the update -> what its states, copy, elements and gradient on NVMe count as."""
+
+
+def device_of(problem: Problem) -> str:
+    """What computes: memory is shared where it is the CPU."""
+    return "cpu" if problem.budgets.shared else "cuda"
 
 
 def fetches_of(problem: Problem, parameter: str) -> tuple[int, int]:
@@ -39,7 +80,7 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     found = problem.activations
     total: dict[Quantity, float] = dict.fromkeys(Quantity, 0)
     for p in plan.parameters:
-        for quantity, added in parameter_adds(p, fetches_of(problem, p.name)).items():
+        for quantity, added in parameter_adds(problem, p).items():
             total[quantity] += added
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
     total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
@@ -49,44 +90,69 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
 
 
 def work_of(problem: Problem, total: Adds) -> cost.Work:
-    """The step's work, with everything updated in the backward."""
+    """The step's work, of which ``total`` are the sums."""
     trained = [p for p in problem.parameters if p.trainable]
-    states = int(total.get(Quantity.STATES, 0))
-    requests = {quantity: _requests_per_byte(problem, quantity) * total.get(quantity, 0) for quantity in _ON_DRIVES}
+
+    def of(quantity: Quantity) -> int:
+        return int(total.get(quantity, 0))
+
+    def requests(quantities: Iterable[Quantity]) -> float:
+        return sum(_requests_per_byte(problem, quantity) * total.get(quantity, 0) for quantity in quantities)
+
     return cost.Work(
         forward_s=problem.forward_s,
         backward_s=problem.backward_s,
         recompute_s=total.get(Quantity.RECOMPUTE_S, 0.0),
-        fetched_forward_bytes=int(total.get(Quantity.FETCHED_FORWARD, 0)),
-        fetched_forward_nvme_bytes=int(total.get(Quantity.FETCHED_FORWARD_NVME, 0)),
-        fetched_backward_bytes=int(total.get(Quantity.FETCHED_BACKWARD, 0)),
-        fetched_backward_nvme_bytes=int(total.get(Quantity.FETCHED_BACKWARD_NVME, 0)),
-        swapped_bytes=int(total.get(Quantity.SWAPPED, 0)),
-        swapped_nvme_bytes=int(total.get(Quantity.SWAPPED_NVME, 0)),
+        fetched_forward_bytes=of(Quantity.FETCHED_FORWARD),
+        fetched_forward_nvme_bytes=of(Quantity.FETCHED_FORWARD_NVME),
+        fetched_backward_bytes=of(Quantity.FETCHED_BACKWARD),
+        fetched_backward_nvme_bytes=of(Quantity.FETCHED_BACKWARD_NVME),
+        swapped_bytes=of(Quantity.SWAPPED),
+        swapped_nvme_bytes=of(Quantity.SWAPPED_NVME),
         gradient_bytes=sum(p.bytes for p in trained),
-        state_read_bytes=states,
-        state_write_bytes=states + int(total.get(Quantity.COPIED, 0)),
-        adam_parameters=sum(p.numel for p in trained),
-        forward_requests=requests[Quantity.FETCHED_FORWARD_NVME] + requests[Quantity.SWAPPED_NVME],
-        backward_requests=sum(requests.values()) - requests[Quantity.FETCHED_FORWARD_NVME],
+        state_read_bytes=of(Quantity.STATES),
+        state_write_bytes=of(Quantity.STATES) + of(Quantity.COPIED),
+        adam_parameters=sum(p.numel for p in trained) - of(Quantity.LATE_UPDATED) - of(Quantity.NEXT_UPDATED),
+        held_nvme_bytes=of(Quantity.LATE_HELD_NVME),
+        late_state_read_bytes=of(Quantity.LATE_STATES),
+        late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
+        late_adam_parameters=of(Quantity.LATE_UPDATED),
+        first_gradient_s=problem.ends.first_gradient_s,
+        blocking_read_bytes=of(Quantity.BLOCKING_STATES),
+        blocking_write_bytes=of(Quantity.BLOCKING_STATES) + of(Quantity.BLOCKING_COPIED),
+        blocking_hidden_s=total.get(Quantity.BLOCKING_HIDDEN_S, 0.0),
+        next_held_nvme_bytes=of(Quantity.NEXT_HELD_NVME),
+        next_state_read_bytes=of(Quantity.NEXT_STATES),
+        next_state_write_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_COPIED),
+        next_adam_parameters=of(Quantity.NEXT_UPDATED),
+        forward_requests=requests(_IN_FORWARD),
+        backward_requests=requests(_IN_BACKWARD),
     )
 
 
-_ON_DRIVES = (
-    Quantity.FETCHED_FORWARD_NVME,
+_UPDATED_IN_FORWARD = (Quantity.NEXT_STATES, Quantity.NEXT_COPIED, Quantity.NEXT_HELD_NVME)
+_IN_FORWARD = (Quantity.FETCHED_FORWARD_NVME, Quantity.SWAPPED_NVME, *_UPDATED_IN_FORWARD)
+_IN_BACKWARD = (
     Quantity.FETCHED_BACKWARD_NVME,
     Quantity.SWAPPED_NVME,
     Quantity.STATES,
     Quantity.COPIED,
+    Quantity.NEXT_HELD_NVME,
+    Quantity.LATE_HELD_NVME,
 )
+"""What is on the drives beside either, and takes processor time from a CPU that computes."""
 
 
 def _requests_per_byte(problem: Problem, quantity: Quantity) -> float:
     """Reads and writes of the drives per byte of ``quantity``, if all of them are as large as the windows allow."""
     windows = problem.windows
-    if quantity is Quantity.STATES:  # counted once, as read; master and moments are two requests each way
+    if quantity in _STATES:  # counted once, as read; master and moments are two requests each way
         return 4 / (STATE_BYTES * windows.chunk_elements)
-    return 1 / (2 * windows.chunk_elements if quantity is Quantity.COPIED else windows.io_bytes)
+    return 1 / (2 * windows.chunk_elements if quantity in _IN_CHUNKS else windows.io_bytes)
+
+
+_STATES = (Quantity.STATES, Quantity.NEXT_STATES)
+_IN_CHUNKS = (Quantity.COPIED, Quantity.NEXT_COPIED, Quantity.NEXT_HELD_NVME, Quantity.LATE_HELD_NVME)
 
 
 def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, ...]) -> dict[Quantity, float]:
@@ -95,69 +161,109 @@ def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, .
         return {}
     per_byte, per_request = hw.io_core_s_per_byte, hw.io_core_s_per_request
     found = {q: per_byte + per_request * _requests_per_byte(problem, q) for q in quantities}
-    if Quantity.STATES in found:
-        beside_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
-        found[Quantity.STATES] += per_byte + beside_s
+    for states in found.keys() & set(_STATES):
+        found[states] += per_byte + (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
     return found
 
 
+def _served_by_a_byte(hw: HardwareProfile) -> float:
+    """What a byte on the drives takes from a CPU that computes, requests aside."""
+    return hw.io_core_s_per_byte if hw.device == "cpu" else 0.0
+
+
 def step_seconds(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
-    """Seconds of a step by ``plan``, whose optimizer runs in the backward."""
+    """Seconds of a step by ``plan``."""
     return cost.step_seconds(work_of(problem, quantities_of_plan(problem, plan)), hw)
 
 
 def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, ...], ...]:
-    """The lanes of forward and backward as lines: what ``cost`` computes, in the form that ``optimum`` solves.
+    """The lanes of forward, backward and what is left after it as lines: what ``cost`` computes, in the form that
+    ``optimum`` solves.
 
     What no decision changes is asked of ``cost`` itself. Without drives there is no SSD lane: then nothing may go there.
     """
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
     on_cpu = hw.device == "cpu"
+    adam_s = max(1 / hw.adam_parameters_per_s, cost.ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s)
     copied_s = {q.SWAPPED: 1 / d2h} if on_cpu else {}
+    next_on_device = {q.NEXT_UPDATED: adam_s} if on_cpu else {}
     forward = _links(
         cost.forward_stage(nothing, hw),
         {
-            Lane.COMPUTE: {**_core_s(problem, hw, (q.FETCHED_FORWARD_NVME, q.SWAPPED_NVME)), **copied_s},
+            Lane.COMPUTE: {**_core_s(problem, hw, _IN_FORWARD), **copied_s, **next_on_device},
             Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d} | ({q.FETCHED_FORWARD_NVME: -1 / h2d} if on_cpu else {}),
             Lane.D2H: {q.SWAPPED: 1 / d2h},
+            Lane.CPU: {q.NEXT_UPDATED: adam_s},
         },
     )
-    on_drives = (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES, q.COPIED)
     back = {q.FETCHED_BACKWARD_NVME: -1 / h2d, q.SWAPPED_NVME: -1 / h2d} if on_cpu else {}
+    not_here = {q.LATE_UPDATED: -adam_s, q.NEXT_UPDATED: -adam_s}
     backward = _links(
         cost.backward_stage(nothing, hw),
         {
-            Lane.COMPUTE: {q.RECOMPUTE_S: 1.0, **_core_s(problem, hw, on_drives)},
+            Lane.COMPUTE: {q.RECOMPUTE_S: 1.0, **_core_s(problem, hw, _IN_BACKWARD), **(not_here if on_cpu else {})},
             Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
+            Lane.CPU: not_here,
         },
     )
+    one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s if on_cpu else 0.0
+    after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, {q.LATE_UPDATED: adam_s, q.LATE_STATES: one_core_s}),)),)
     if hw.nvme:
-        forward += _ssd(hw, (q.FETCHED_FORWARD_NVME,), (q.SWAPPED_NVME,))
-        backward += _ssd(hw, (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES), (q.STATES, q.COPIED))
-    return forward, backward
+        forward += _ssd(
+            hw,
+            (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_HELD_NVME),
+            (q.SWAPPED_NVME, q.NEXT_STATES, q.NEXT_COPIED),
+        )
+        backward += _ssd(
+            hw,
+            (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES),
+            (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME),
+        )
+        (compute,) = next(lane.lines for lane in backward if Quantity.RECOMPUTE_S in lane.lines[0].per)
+        served_s = _served_by_a_byte(hw)
+        adam_s_of_byte = (adam_s + (hw.cpu_cores - 1) / hw.adam_parameters_per_s) / STATE_BYTES if on_cpu else 0.0
+        beside = {
+            **compute.per,
+            q.BLOCKING_HIDDEN_S: -1.0,
+            q.BLOCKING_STATES: -2 * served_s - adam_s_of_byte,
+            q.BLOCKING_COPIED: -served_s,
+        }
+        backward += _ssd(hw, (q.BLOCKING_STATES,), (q.BLOCKING_STATES, q.BLOCKING_COPIED), compute.seconds, beside)
+        first_s = problem.ends.first_gradient_s
+        backward += _ssd(hw, (q.STATES,), (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME), first_s)
+        after += _ssd(hw, (q.LATE_STATES, q.LATE_HELD_NVME), (q.LATE_STATES, q.LATE_COPIED))
+    return forward, backward, after
 
 
 def _links(fixed: Stage, slopes: dict[Lane, Adds]) -> tuple[LaneTime, ...]:
-    lanes = (lane for lane in fixed.lanes_s if lane != Lane.SSD.value)
+    lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, UPDATES_LANE))
     return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(Lane(lane), {})),)) for lane in lanes)
 
 
-def _ssd(hw: HardwareProfile, reads: tuple[Quantity, ...], writes: tuple[Quantity, ...]) -> tuple[LaneTime, ...]:
-    """The drives, simplex. Where their mixed rate is the lower one, what is read and written in turns goes at that rate
-    and the rest alone: the less of two lines, of which one holds where more is read and the other where more is written."""
+def _ssd(
+    hw: HardwareProfile,
+    reads: tuple[Quantity, ...],
+    writes: tuple[Quantity, ...],
+    from_s: float | None = None,
+    beside: Adds | None = None,
+) -> tuple[LaneTime, ...]:
+    """The drives, simplex; with ``from_s`` a bound, made by them from then on and what ``beside`` adds. Where their mixed
+    rate is the lower one, what is read and written in turns goes at that rate and the rest alone: the less of two lines,
+    of which one holds where more is read and the other where more is written."""
     read_s, write_s = 1 / hw.ssd_read_bytes_per_s, 1 / hw.ssd_write_bytes_per_s
     both_s = 2 / hw.ssd_mixed_bytes_per_s
 
     def line(per_read_s: float, per_written_s: float) -> Line:
-        per = dict.fromkeys((*reads, *writes), 0.0)
+        per = {**dict.fromkeys((*reads, *writes), 0.0), **(beside or {})}
         for quantity in reads:
             per[quantity] += per_read_s
         for quantity in writes:
             per[quantity] += per_written_s
-        return Line(0.0, per)
+        return Line(from_s or 0.0, per)
 
-    one_way = LaneTime((line(read_s, write_s),))
+    is_work = from_s is None
+    one_way = LaneTime((line(read_s, write_s),), is_work)
     if both_s <= read_s + write_s:
         return (one_way,)
-    return one_way, LaneTime((line(read_s, both_s - read_s), line(both_s - write_s, write_s)))
+    return one_way, LaneTime((line(read_s, both_s - read_s), line(both_s - write_s, write_s)), is_work)

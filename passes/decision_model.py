@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 
 from lohan_fx.passes.independent_parts import Parts
 
+PUT_OFF_S = 1e-10
+"""Per parameter: what it is worth that an update is not put off, where neither is faster: about a tenth of the update."""
+
 
 class Quantity(enum.StrEnum):
-    """What decisions add to: seconds of recomputation, bytes moved per step, bytes held."""
+    """What decisions add to: seconds of recomputation, bytes moved per step, parameters updated, bytes held.
+
+    ``BLOCKING_*``: of parameters for whose updates compute waits; ``LATE_*``: of those that are updated when the backward
+    has ended; ``NEXT_*``: beside the next forward.
+    """
 
     RECOMPUTE_S = "recompute_s"
     SWAPPED = "swapped_bytes"
@@ -25,6 +32,17 @@ class Quantity(enum.StrEnum):
     FETCHED_BACKWARD_NVME = "fetched_backward_nvme_bytes"
     STATES = "states_bytes"
     COPIED = "copied_bytes"
+    BLOCKING_STATES = "blocking_states_bytes"
+    BLOCKING_COPIED = "blocking_copied_bytes"
+    BLOCKING_HIDDEN_S = "blocking_hidden_s"
+    LATE_STATES = "late_states_bytes"
+    LATE_COPIED = "late_copied_bytes"
+    LATE_UPDATED = "late_updated_parameters"
+    LATE_HELD_NVME = "late_held_nvme_bytes"
+    NEXT_STATES = "next_states_bytes"
+    NEXT_COPIED = "next_copied_bytes"
+    NEXT_UPDATED = "next_updated_parameters"
+    NEXT_HELD_NVME = "next_held_nvme_bytes"
     DEVICE = "device_bytes"
     HOST = "host_bytes"
 
@@ -45,9 +63,11 @@ class Line:
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Seconds of a lane: the least of ``lines``. One line, except where the drives' mixed rate bends the wrong way."""
+    """Seconds of a lane: the least of ``lines``. One line, except where the drives' mixed rate bends the wrong way.
+    ``is_work``: whether the lane is at work for so long; otherwise it is a bound on the stage that several lanes make."""
 
     lines: tuple[Line, ...]
+    is_work: bool = True
 
     def at(self, quantities: Adds) -> float:
         return min(line.at(quantities) for line in self.lines)
@@ -96,8 +116,9 @@ class Model:
     @property
     def seconds_of_all(self) -> Line:
         """The first line of every lane, in one."""
-        lines = [lane.lines[0] for stage in self.stages for lane in stage]
+        lines = [lane.lines[0] for stage in self.stages for lane in stage if lane.is_work]
         per = {quantity: sum(line.per.get(quantity, 0.0) for line in lines) for quantity in Quantity}
+        per[Quantity.NEXT_UPDATED] += PUT_OFF_S
         return Line(sum(line.seconds for line in lines), per)
 
 

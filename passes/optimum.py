@@ -139,7 +139,8 @@ class _Program:
             for quantity, rate in line.per.items():
                 row[self._quantities[quantity]] = -rate * self._scale[quantity] / self._unit_s
             if waived:
-                row[waived[place]] = max(line.at(self._scale), 0.0) / self._unit_s
+                most = line.seconds + sum(max(rate, 0.0) * self._scale[quantity] for quantity, rate in line.per.items())
+                row[waived[place]] = most / self._unit_s
             self._rows.append((row, line.seconds / self._unit_s, np.inf))
 
     def _limit_row(self, quantity: Quantity) -> int:

@@ -16,12 +16,11 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import ADAM_TOUCHED_BYTES, STATE_BYTES, Work
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
 
 PAGE_BYTES = 4096
 """What O_DIRECT moves at least (``runtime.host_pool``)."""
-HELD_BYTES = 4
-"""Per parameter: the fp32 gradient that waits for its update."""
 
 
 def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Work:
@@ -33,10 +32,14 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
     back = sum(node_seconds(meta.cost(n)) for n in _computing(backward)) - again
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
-    late = [p for p in updated if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD]
-    early = [p for p in updated if p.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD]
+    ends = step_ends(halves, node_seconds, plan.windows.gradient_bytes)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
-    late = [p for p in late if p not in on_gpu]
+    elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
+    early, late, next_ = (
+        [p for p in elsewhere if p.runs_beside(ends, plan.device) is timing]
+        for timing in (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
+    )
+    blocking = [p for p in early if p.name in ends.blocking_s and not p.in_memory_of(plan.device)]
     return Work(
         forward_s=computed,
         backward_s=back + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
@@ -51,13 +54,23 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
         state_read_bytes=_states_read(early),
         state_write_bytes=_states_written(early),
         adam_parameters=sum(p.numel for p in early),
-        held_nvme_bytes=sum(HELD_BYTES * p.numel for p in updated if p.gradient_home is Tier.NVME),
+        held_nvme_bytes=_held(late),
         late_state_read_bytes=_states_read(late),
         late_state_write_bytes=_states_written(late),
         late_adam_parameters=sum(p.numel for p in late),
+        first_gradient_s=ends.first_gradient_s,
+        blocking_read_bytes=_states_read(blocking),
+        blocking_write_bytes=_states_written(blocking),
+        blocking_hidden_s=sum(ends.blocking_s[p.name] for p in blocking),
+        next_held_nvme_bytes=_held(next_),
+        next_state_read_bytes=_states_read(next_),
+        next_state_write_bytes=_states_written(next_),
+        next_adam_parameters=sum(p.numel for p in next_),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
-        forward_requests=_stage_requests(forward, homes, plan),
-        backward_requests=_stage_requests(backward, homes, plan) + _optimizer_requests(early, plan),
+        forward_requests=_stage_requests(forward, homes, plan) + _optimizer_requests(next_, plan),
+        backward_requests=_stage_requests(backward, homes, plan)
+        + _optimizer_requests(early, plan)
+        + sum(_chunks(p, plan) for p in (*late, *next_) if p.gradient_home is Tier.NVME),
     )
 
 
@@ -74,9 +87,13 @@ def _optimizer_requests(updated: list[ParameterPlan], plan: Plan) -> int:
     """Per chunk: master and moments are read and written, and the compute-dtype copy written; gradients that wait, too."""
     total = 0
     for p in updated:
-        chunks = -(-p.numel // plan.windows.chunk_elements)
-        total += chunks * (4 * (p.states_home is Tier.NVME) + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME))
+        each = 4 * (p.states_home is Tier.NVME) + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME)
+        total += _chunks(p, plan) * each
     return total
+
+
+def _chunks(p: ParameterPlan, plan: Plan) -> int:
+    return -(-p.numel // plan.windows.chunk_elements)
 
 
 def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
@@ -90,7 +107,7 @@ def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
         # All chunks but the last are whole pages in every dtype.
         last = p.numel % plan.windows.chunk_elements
         away = 3 * _padding(4 * last) if p.states_home is Tier.NVME else 0
-        held = _padding(HELD_BYTES * last) if p.gradient_home is Tier.NVME else 0
+        held = _padding(last * p.held_bytes // p.numel) if p.numel and p.gradient_home is Tier.NVME else 0
         reads += away + held
         writes += away + held + (_padding(last * p.bytes // p.numel) if p.numel and _streamed_back(p) else 0)
     return reads, writes
@@ -149,6 +166,10 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
         is_view=False,
         is_random=False,
     )
+
+
+def _held(updated: list[ParameterPlan]) -> int:
+    return sum(p.held_bytes for p in updated if p.gradient_home is Tier.NVME)
 
 
 def _states_read(updated: list[ParameterPlan]) -> int:

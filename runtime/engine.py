@@ -64,7 +64,7 @@ class Engine:
         self.updates = StepUpdates(self.slots, self.gradients, self.micro_batches)
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.resumed: Mapping[str, Any] | None = None
-        self.wear = Wear(lambda: store.bytes_written)
+        self.wear = Wear(lambda: store.bytes_written, self._still_to_write)
         self.resident_limit = ResidentLimit(None, lambda: None)
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
@@ -195,6 +195,10 @@ class Engine:
         self.wear.step_ends()
         self.on_stage("end")
         return updated
+
+    def _still_to_write(self) -> int:
+        """Most bytes that the updates which ``step`` began may yet write."""
+        return sum(self.states.written_by_update(slot) for slot in self.updates.pending())
 
     def before_reading(self) -> None:
         """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done."""

@@ -37,6 +37,7 @@ class HeldGradients:
         self._held_bytes = 0
         self._lock = threading.Lock()
         self._late: set[int] = set()
+        self._deferred: set[int] = set()
         self._planned: dict[int, tuple[torch.device | None, int]] = {}
 
     # --- where ------------------------------------------------------------------------------------------------
@@ -45,23 +46,26 @@ class HeldGradients:
         """Note where ``plan`` wants each gradient to wait, and what it leaves for those that it does not speak of."""
         homes = {p.name: p for p in plan.parameters}
         self._late.clear()
+        self._deferred.clear()
         self._planned.clear()
         for slot, parameter in self._slots.items():
             home = homes.get(parameter.name)
             if home is None or home.gradient_home is None:
                 continue
-            late = home.optimizer_runs is OptimizerTiming.AFTER_BACKWARD
-            nbytes = parameter.numel * STATE_DTYPE.itemsize if late else parameter.compute_bytes
             in_memory = home.gradient_home is not Tier.NVME
-            self._planned[slot] = memory_of(home.gradient_home, device), nbytes if in_memory else 0
-            if late:
-                self._late.add(slot)
+            self._planned[slot] = memory_of(home.gradient_home, device), home.held_bytes if in_memory else 0
+            late = home.optimizer_runs is OptimizerTiming.AFTER_BACKWARD
+            (self._late if late else self._deferred).add(slot)
         if plan.prediction is not None:
             self.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
 
     def applied_late(self, slot: int) -> bool:
         """Whether the plan says that ``slot`` is updated in a stage after the backward."""
         return slot in self._late
+
+    def deferred(self, slot: int) -> bool:
+        """Whether the plan says that ``slot`` is updated beside the next forward."""
+        return slot in self._deferred
 
     def make_room(self, slot: int, *, alone: bool = False) -> Held:
         """See to it that a gradient of ``slot`` can be held. ``alone``: it is the only one of its step, and kept as it is."""

@@ -103,6 +103,14 @@ class States:
                 piece = moment.reshape(-1)[chunk.start : chunk.start + chunk.elements]
                 self._write(parameter.moments_extent, piece, STATE_DTYPE, offset=offset)
 
+    def written_by_update(self, slot: int) -> int:
+        """Bytes that one update of ``slot`` writes to the store."""
+        parameter, resident = self._slots[slot], self._residency[slot]
+        chunks = parameter.chunks(self.chunk_elements)
+        states = 0 if resident.master is not None else sum(3 * chunk.padded_bytes for chunk in chunks)
+        copied = resident.compute is None and not (parameter.is_master and resident.master is None)
+        return states + (sum(chunk.padded_bytes for chunk in chunks) if copied else 0)
+
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:

@@ -9,7 +9,7 @@ Assumes: as ``engine``, one thread, and calls in the order of a training loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -97,7 +97,8 @@ class StepUpdates:
         options = self.options(slot)
         if options is None:
             return
-        if self._applying and not self.holds and not self._gradients.applied_late(slot):
+        deferred = self.holds or self._gradients.deferred(slot)
+        if self._applying and not deferred and not self._gradients.applied_late(slot):
             self._micro_batches.gradient_applied()
             self.applied_with[slot] = options
             self._ready().offer(slot, gradient, Purpose.APPLY, options)
@@ -105,7 +106,7 @@ class StepUpdates:
         self._holding = True
         expected = self._micro_batches.expected
         measures = (self.holds or expected is None) and expected in (None, 1)
-        alone = self.holds and expected == 1
+        alone = deferred and expected == 1
         if not self._gradients.take_in(slot, gradient, alone=alone, measures=measures, in_place=self._in_place):
             self._ready().offer(slot, gradient, Purpose.HOLD, None)
 
@@ -148,22 +149,20 @@ class StepUpdates:
     def finish_step(self) -> Collection[int]:
         """Apply what is held, and wait until all is in place; the slots that were updated.
 
-        Where gradients are held anyway, the updates are only begun, in the order in which the next forward will want the
-        parameters; what they are made of is fixed here. May be called again if it was interrupted.
+        Where gradients are held anyway, or the plan says so of a parameter, updates are only begun, in the order in which
+        the next forward will want the parameters; what they are made of is fixed here. May be called again if it was
+        interrupted.
         """
         assert self.options is not None
         optimizer = self._ready()
         try:
             optimizer.barrier()
             # Also after an update in the backward: that of another micro-batch may have reached more parameters.
-            for slot in self._to_apply():
-                options = self.options(slot)
-                if options is not None:
-                    self._micro_batches.gradient_applied()
-                    self.applied_with[slot] = options
-                    optimizer.apply_held(slot, options)
-            if not self.holds:
+            now, later = self._to_apply()
+            self._apply(now)
+            if now:
                 optimizer.barrier()
+            self._apply(later)
         except Exception as error:
             self._micro_batches.backward_failed(error)
             self.failed(error)
@@ -173,11 +172,28 @@ class StepUpdates:
         self._micro_batches.step_ends()
         return updated
 
-    def _to_apply(self) -> list[int]:
-        """The slots whose gradients are held: first those that are updated at once, then as the forward fetched them."""
+    def _apply(self, held: Iterable[int]) -> None:
+        assert self.options is not None
+        for slot in held:
+            options = self.options(slot)
+            if options is not None:
+                self._micro_batches.gradient_applied()
+                self.applied_with[slot] = options
+                self._ready().apply_held(slot, options)
+
+    def _to_apply(self) -> tuple[list[int], list[int]]:
+        """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins: first
+        those that are updated at once, then as the forward fetched them."""
         held = [slot for slot in self._slots if self._gradients.holds(slot)]
         order = {slot: place for place, slot in enumerate(self._fetched)}
-        return sorted(held, key=lambda slot: (not self._ready().updated_here(slot), order.get(slot, len(order))))
+        held.sort(key=lambda slot: (not self._ready().updated_here(slot), order.get(slot, len(order))))
+        later = {slot for slot in held if self.holds or self._gradients.deferred(slot)}
+        return [slot for slot in held if slot not in later], [slot for slot in held if slot in later]
+
+    def pending(self) -> list[int]:
+        """The slots whose updates ``finish_step`` began and that are not in place."""
+        optimizer = self._optimizer
+        return [] if optimizer is None else [slot for slot in self._slots if optimizer.pending(slot) is not None]
 
     def finish_updates(self) -> None:
         """Wait for the updates that ``finish_step`` began."""

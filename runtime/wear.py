@@ -12,12 +12,14 @@ from lohan_fx.errors import WearBudgetExceeded
 
 
 class Wear:
-    """``written_here`` tells what this process has written; ``max_bytes`` None: no budget."""
+    """``written_here`` tells what this process has written, ``to_come`` at most how much of the last step it has yet to
+    write; ``max_bytes`` None: no budget."""
 
-    def __init__(self, written_here: Callable[[], int]) -> None:
+    def __init__(self, written_here: Callable[[], int], to_come: Callable[[], int] = lambda: 0) -> None:
         self.max_bytes: int | None = None
         self.earlier_bytes = 0
         self._written_here = written_here
+        self._to_come = to_come
         self._step_bytes = 0
         self._step_began_at: int | None = None
 
@@ -54,7 +56,9 @@ class Wear:
 
     def is_spent(self, reserved_bytes: int) -> bool:
         """Whether the next step, and ``reserved_bytes`` for a last checkpoint, would write more than there may be."""
-        return self.max_bytes is not None and self.written_bytes + self._step_bytes + reserved_bytes > self.max_bytes
+        if self.max_bytes is None:
+            return False
+        return self._to_come() + self.written_bytes + self._step_bytes + reserved_bytes > self.max_bytes
 
     def exceeded(self, outcome: str, checkpoint: int | None = None) -> WearBudgetExceeded:
         """What to raise; ``outcome`` says what has become of the training."""

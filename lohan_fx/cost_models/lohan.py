@@ -4,7 +4,9 @@
 step really moves. ``OF_A_MODEL`` is the corrected one in the paper's symbols. Corrections (mechanisms B2, c3): swapped
 bytes that host memory takes do not reach the SSD (Eq. 3 clamped, c3.1); CPU Adam is a term and so is the traffic of the
 host's memory (c3.9); the SSD is no faster than its measured mixture of reads and writes; where the compute device is
-the processor, Adam takes its time from the model. Fill and drain are left out (c3.10): a lower bound.
+the processor, Adam takes its time from the model. Of fill and drain (c3.10) the largest parts are in it: no states move
+before the first gradient, and those whose gradients come last move when the backward has ended (``passes.step_ends``).
+It is a lower bound still.
 """
 
 from __future__ import annotations
@@ -72,40 +74,70 @@ def _corrected(
     h2d, d2h = of("h2d_bytes_per_s"), of("d2h_bytes_per_s")
     rates = of("adam_parameters_per_s"), of("host_memory_bytes_per_s")
     per_request, per_byte = of("io_core_s_per_request"), of("io_core_s_per_byte")
-    read_forward = of("fetched_forward_nvme_bytes")
     # On a CPU a core that serves a drive, copies or runs Adam is missing to compute, whose other cores wait for it.
-    served_forward = per_request * of("forward_requests") + per_byte * (read_forward + swapped_nvme)
+    next_held = of("next_held_nvme_bytes")
+    read_forward = of("fetched_forward_nvme_bytes") + of("next_state_read_bytes") + next_held
+    written_forward = swapped_nvme + of("next_state_write_bytes")
+    served_forward = per_request * of("forward_requests") + per_byte * (read_forward + written_forward)
+    next_adam_s = adam(of("next_adam_parameters"), *rates)
+
+    def one_core_s(updated_bytes: str) -> Expression:
+        return of("cores_beside_adam") * of(updated_bytes) / STATE_BYTES / of("adam_parameters_per_s")
+
     forward = (
-        Term("compute", of("forward_s") + served_forward + of("adam_on_device") * swapped / d2h),
+        Term(
+            "compute",
+            of("forward_s")
+            + of("adam_on_device") * (swapped / d2h + next_adam_s)
+            + one_core_s("next_state_read_bytes")
+            + served_forward,
+        ),
         Term("h2d", of("fetched_forward_bytes") / h2d),
         Term("d2h", swapped / d2h),
-        Term("ssd", drives(of("fetched_forward_nvme_bytes"), swapped_nvme)),
+        Term("ssd", drives(read_forward, written_forward)),
+        Term("cpu", next_adam_s + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes"))),
     )
     adam_s = adam(of("adam_parameters"), *rates)
     read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
-    written = of("state_write_bytes") + held
+    written = of("state_write_bytes") + held + next_held
     served = per_request * of("backward_requests") + per_byte * (read + written)
-    one_core_adam_s = of("cores_beside_adam") * of("state_read_bytes") / STATE_BYTES / of("adam_parameters_per_s")
+    blocking_read, blocking_written = of("blocking_read_bytes"), of("blocking_write_bytes")
+    # While compute waits for an update, nothing is taken from it by that.
+    blocking_adam_s = of("adam_on_device") * adam(blocking_read / STATE_BYTES, *rates)
+    blocking_served = (
+        per_byte * (blocking_read + blocking_written) + blocking_adam_s + one_core_s("blocking_read_bytes")
+    )
     backward = (
         Term(
             "compute",
-            of("backward_s") + of("recompute_s") + of("adam_on_device") * adam_s + one_core_adam_s + served,
+            of("backward_s")
+            + of("recompute_s")
+            + of("adam_on_device") * adam_s
+            + one_core_s("state_read_bytes")
+            + served
+            + sympy.Max(0, drives(blocking_read, blocking_written) - of("blocking_hidden_s") - blocking_served),
         ),
         Term("h2d", (of("fetched_backward_bytes") + swapped) / h2d),
         Term("d2h", of("gradient_bytes") / d2h),
         Term("ssd", drives(read, written)),
         Term("cpu", adam_s + drives(of("serial_read_bytes"), of("serial_write_bytes"))),
+        Term(
+            "updates",
+            of("first_gradient_s") + drives(of("state_read_bytes"), of("state_write_bytes") + held + next_held),
+        ),
     )
+    late_adam_s = adam(of("late_adam_parameters"), *rates)
+    late_serial_s = drives(of("late_serial_read_bytes"), of("late_serial_write_bytes"))
     optimizer = (
         Term("ssd", drives(of("late_state_read_bytes") + held, of("late_state_write_bytes"))),
-        Term("cpu", adam(of("late_adam_parameters"), *rates)),
+        Term("cpu", late_adam_s + one_core_s("late_state_read_bytes") + late_serial_s),
     )
     return CostModel(
         name,
         (
             StageFormula("forward", "T_f", forward, "LoHan Eq. 4, Eq. 3 clamped"),
             StageFormula("backward", "T_b", backward, "LoHan Eq. 5; CPU: Fuyou Eq. 5; naive: LoHan sec. IV-C"),
-            StageFormula("optimizer", "T_o", optimizer, "updates after the backward only (LoHan fig. 7, +ZeRO)"),
+            StageFormula("optimizer", "T_o", optimizer, "of the last gradients; of all: LoHan fig. 7, +ZeRO"),
         ),
     )
 

@@ -10,7 +10,7 @@ from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
-from lohan_fx.problem import GRADIENT_BYTES, Problem
+from lohan_fx.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,15 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
     """The step's work: each parameter is fetched once per stage, and gradients arrive once."""
     found = problem.activations
     trained = [p for p in plan.parameters if p.trainable]
-    late = [p for p in trained if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD]
-    early = [p for p in trained if p.optimizer_runs is not OptimizerTiming.AFTER_BACKWARD]
+    early, late, next_ = (
+        [p for p in trained if p.runs_beside(problem.ends, plan.device) is timing]
+        for timing in (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
+    )
     fetched = sum(p.bytes for p in plan.parameters if p.home is not Tier.DEVICE)
     from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
     to_nvme = _bytes(plan.activations, Swap(Tier.NVME))
+    blocking = [p for p in early if p.name in problem.ends.blocking_s and not p.in_memory_of(plan.device)]
     return cost.Work(
         forward_s=problem.forward_s,
         backward_s=problem.backward_s,
@@ -62,16 +65,28 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         state_read_bytes=_states(early),
         state_write_bytes=_states(early) + _copies(early),
         adam_parameters=sum(p.numel for p in early),
-        held_nvme_bytes=sum(GRADIENT_BYTES * p.numel for p in trained if p.gradient_home is Tier.NVME),
+        held_nvme_bytes=_held(late),
         late_state_read_bytes=_states(late),
         late_state_write_bytes=_states(late) + _copies(late),
         late_adam_parameters=sum(p.numel for p in late),
+        first_gradient_s=problem.ends.first_gradient_s,
+        blocking_read_bytes=_states(blocking),
+        blocking_write_bytes=_states(blocking) + _copies(blocking),
+        blocking_hidden_s=sum(problem.ends.blocking_s[p.name] for p in blocking),
+        next_held_nvme_bytes=_held(next_),
+        next_state_read_bytes=_states(next_),
+        next_state_write_bytes=_states(next_) + _copies(next_),
+        next_adam_parameters=sum(p.numel for p in next_),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
     )
 
 
 def _bytes(activations: tuple[ActivationPlan, ...], decision: Keep | Swap) -> int:
     return sum(a.bytes for a in activations if a.decision == decision)
+
+
+def _held(updated: list[ParameterPlan]) -> int:
+    return sum(p.held_bytes for p in updated if p.gradient_home is Tier.NVME)
 
 
 def _states(updated: list[ParameterPlan]) -> int:

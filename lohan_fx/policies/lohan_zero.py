@@ -11,10 +11,10 @@ from lohan_fx import problem as problems
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_search import joint_search
 from lohan_fx.memory_model import check, missing
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import SUM_BYTES, Plan, Tier
 from lohan_fx.policies.layout import waiting
 from lohan_fx.policies.lohan import LOHAN
-from lohan_fx.problem import GRADIENT_BYTES, Problem
+from lohan_fx.problem import Problem
 
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
@@ -30,7 +30,7 @@ def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
 
 def _with_room_for_small_gradients(problem: Problem) -> Problem:
     trained = (p.numel for p in problem.parameters if p.trainable)
-    room = GRADIENT_BYTES * sum(numel for numel in trained if numel <= problems.SMALL_PARAMETER_ELEMENTS)
+    room = SUM_BYTES * sum(numel for numel in trained if numel <= problems.SMALL_PARAMETER_ELEMENTS)
     budgets = dataclasses.replace(problem.budgets, fixed_bytes=problem.budgets.fixed_bytes + room)
     return dataclasses.replace(problem, budgets=budgets)
 

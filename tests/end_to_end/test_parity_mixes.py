@@ -14,11 +14,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import lohan_fx
-from lohan_fx.plan import Decision, Keep, ParameterPlan, Plan, Recompute, Swap, Tier, Windows
+from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier, Windows
 from tests.end_to_end.models import GPT2, LLAMA, Case
 from tests.end_to_end.recipes import assert_same, cpu_profile, plain, streamed
 
 DECISIONS: tuple[Decision, ...] = (Keep(), Swap(Tier.HOST), Swap(Tier.NVME), Recompute())
+TIMINGS = (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
 WINDOW_BYTES = (0, 4096, 1 << 30)
 STEPS = 3
 
@@ -53,7 +54,13 @@ def _mixed(base: Plan, draw: random.Random) -> Plan:
 
 
 def _moved(parameter: ParameterPlan, draw: random.Random) -> ParameterPlan:
-    return dataclasses.replace(parameter, home=draw.choice(list(Tier)), states_home=draw.choice([Tier.HOST, Tier.NVME]))
+    """Updated on arrival, after the backward or beside the next forward."""
+    moved = dataclasses.replace(
+        parameter, home=draw.choice(list(Tier)), states_home=draw.choice([Tier.HOST, Tier.NVME])
+    )
+    if not parameter.trainable or (runs := draw.choice(TIMINGS)) is OptimizerTiming.IN_BACKWARD:
+        return moved
+    return dataclasses.replace(moved, optimizer_runs=runs, gradient_home=draw.choice([Tier.HOST, Tier.NVME]))
 
 
 def _other(windows: Windows, draw: random.Random) -> Windows:

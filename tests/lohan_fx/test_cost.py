@@ -10,7 +10,15 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lohan_fx.cost import ADAM_TOUCHED_BYTES, Work, backward_stage, forward_stage, node_seconds, ssd_seconds
+from lohan_fx.cost import (
+    ADAM_TOUCHED_BYTES,
+    Work,
+    backward_stage,
+    forward_stage,
+    node_seconds,
+    optimizer_stage,
+    ssd_seconds,
+)
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane, Phase
 
@@ -40,6 +48,7 @@ WORK = Work(
     state_read_bytes=120,
     state_write_bytes=140,
     adam_parameters=1000,
+    first_gradient_s=2.5,
 )
 
 
@@ -90,6 +99,7 @@ def test_backward_stage_by_hand() -> None:
         "d2h": 7.0,
         "ssd": pytest.approx(max(reads / 30 + writes / 20, 2 * 140 / 22 + 40 / 30)),
         "cpu": 10.0,
+        "updates": pytest.approx(max(2.5 + 120 / 30 + 140 / 20, 2.5 + 2 * 120 / 22 + 20 / 20)),
     }
     assert backward_stage(WORK, HW).bottleneck == "compute"
 
@@ -110,6 +120,35 @@ def test_where_the_device_is_the_processor_drives_and_copies_take_its_time_from_
     assert backward_stage(work, hw).lanes_s["compute"] == 27.0 + 5 * 2.0 + (50 + 10 + 120 + 140) * 0.5
     gpu = replace(hw, device="cuda")
     assert forward_stage(work, gpu).lanes_s["compute"] == 7.0
+
+
+def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> None:
+    work = replace(
+        WORK,
+        next_state_read_bytes=60,
+        next_state_write_bytes=80,
+        next_adam_parameters=500,
+        next_held_nvme_bytes=9,
+        late_state_read_bytes=24,
+        late_state_write_bytes=36,
+        late_adam_parameters=2,
+    )
+    fast = replace(HW, nvme=(replace(DRIVE, mixed_bytes_per_s=1000.0),))
+    assert forward_stage(work, fast).lanes_s == {
+        **forward_stage(WORK, fast).lanes_s,
+        "ssd": pytest.approx((30 + 60 + 9) / 30 + (10 + 80) / 20),
+        "cpu": 5.0,
+    }
+    assert backward_stage(work, fast).lanes_s["ssd"] == pytest.approx((50 + 10 + 120) / 30 + (140 + 9) / 20)
+    assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.02}
+    on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
+    copied_s = 20 / 5.0
+    assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.0 + copied_s + 5.0 + 3 * 5 / 100)
+    assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.02 + 3 * 2 / 100)
+    serial = replace(work, serial_optimizer=True)
+    assert forward_stage(serial, fast).lanes_s["cpu"] == pytest.approx(5.0 + 60 / 30 + 80 / 20)
+    assert optimizer_stage(serial, fast).lanes_s["cpu"] == pytest.approx(0.02 + 24 / 30 + 36 / 20)
+    assert (work.nvme_read_bytes, work.nvme_write_bytes) == (30 + 50 + 10 + 120 + 60 + 9 + 24, 10 + 140 + 80 + 9 + 36)
 
 
 def test_adam_is_bound_by_host_memory_where_that_is_slow() -> None:
@@ -181,11 +220,11 @@ works = st.builds(Work, **{field.name: counts for field in fields(Work)})
 def test_more_work_never_takes_less_time(work: Work, name: str, more: int, shared: bool) -> None:
     hw = replace(HW, device="cpu" if shared else "cuda")
     larger = replace(work, **{name: getattr(work, name) + more})
-    for stage in (forward_stage, backward_stage):
+    for stage in (forward_stage, backward_stage, optimizer_stage):
         before, after = stage(work, hw), stage(larger, hw)
         # On a CPU what comes from NVMe instead of host RAM is not copied: less for h2d, more for the drives.
         copied = shared and name.endswith("_nvme_bytes")
-        lanes = [lane for lane in before.lanes_s if not (copied and lane == "h2d")]
+        lanes = [lane for lane in before.lanes_s if lane in after.lanes_s and not (copied and lane == "h2d")]
         assert all(after.lanes_s[lane] >= before.lanes_s[lane] - 1e-9 for lane in lanes)
         assert copied or after.seconds >= before.seconds - 1e-9
 

@@ -15,7 +15,7 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_search import joint_search
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph
-from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier, Use
+from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Use
 from lohan_fx.plan_builder import build_plan, default_homes
 from lohan_fx.problem import ParameterFacts, Problem
 from tests.lohan_fx.quarters import by_quarters
@@ -52,6 +52,11 @@ def seconds(plan: Plan) -> float:
     return plan.division.step_s
 
 
+UPDATED = list(itertools.product((Tier.HOST, Tier.NVME), (None, Tier.HOST, Tier.NVME)))
+"""States and waiting gradient: among them also updates in the next forward of what is in memory, which is never offered."""
+FROZEN = [(Tier.NVME, None)]
+
+
 # --- the best -------------------------------------------------------------------------------------------------
 
 
@@ -61,16 +66,16 @@ def all_plans(asked: Problem) -> Iterator[Plan]:
     saving: list[Decision] = [Keep(), Swap(Tier.HOST), Swap(Tier.NVME)]
     choices = [saving if name in found.mandatory else [Recompute(), *saving] for name in found.activations]
     large = [p for p in asked.parameters if p.numel > 1 << 15]
-    homes = [[(h, s) for h in Tier for s in ((Tier.HOST, Tier.NVME) if p.trainable else (Tier.NVME,))] for p in large]
+    homes = [[(h, s, g) for h in Tier for s, g in (UPDATED if p.trainable else FROZEN)] for p in large]
     least = default_homes(asked, Tier.NVME)
     for decided in itertools.product(*choices):
         decisions = dict(zip(found.activations, decided, strict=True))
         for placed in itertools.product(*homes):
             at = dict(zip((p.name for p in large), placed, strict=True))
-            resident = {name for name, (_, states) in at.items() if states is Tier.HOST}
-            yield build_plan(
-                asked, decisions, {**least, **{name: home for name, (home, _) in at.items()}}, Tier.NVME, resident
-            )
+            resident = {name for name, (_, states, _) in at.items() if states is Tier.HOST}
+            waiting = {name: gradient for name, (_, _, gradient) in at.items() if gradient is not None}
+            placed_at = {**least, **{name: home for name, (home, _, _) in at.items()}}
+            yield build_plan(asked, decisions, placed_at, Tier.NVME, resident, waiting=waiting)
 
 
 @given(
@@ -80,10 +85,11 @@ def all_plans(asked: Problem) -> Iterator[Plan]:
     st.sampled_from([1, 2]),
     st.sampled_from([0.002, 0.02]),
     st.sampled_from([1, 6]),
+    st.booleans(),
 )
 @settings(max_examples=12)
 def test_no_plan_at_all_is_faster(
-    shared: bool, host: int, device: int, scale: int, time: float, megabytes: int
+    shared: bool, host: int, device: int, scale: int, time: float, megabytes: int, tail: bool
 ) -> None:
     asked = problem(
         host,
@@ -92,6 +98,8 @@ def test_no_plan_at_all_is_faster(
         activations=blocks(1, scale=scale, seconds=time),
         parameters=facts(2, megabytes=megabytes),
         forward_s=4 * time,
+        first=frozenset({"layers.0.fc.weight"} if tail else ()),
+        last=frozenset({"layers.0.fc.weight"} if tail else ()),
     )
     hw = hardware(shared)
     best = min((step_s(asked, plan, hw) for plan in all_plans(asked) if fits(asked, plan)), default=None)
@@ -255,6 +263,66 @@ def test_the_division_adds_up_to_the_budgets(make: Callable[[int, int], Problem]
     assert division.bound_s <= division.step_s * CLOSE
     assert division.step_s <= division.walk_s * CLOSE
     assert division.step_s == pytest.approx(step_s(asked, plan, hardware(asked.budgets.shared)))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_states_of_the_last_gradient_stay_in_memory_before_others(shared: bool) -> None:
+    """Compute hides the states of all but one: there is no room for all, and that one has some."""
+    room = 12 * 4 * MIB + 8 * MIB
+    for last in ("layers.0.fc.weight", "layers.2.fc.weight"):
+        asked = problem(
+            FIXED + (PEAK + 60 * MIB if shared else 0) + room,
+            PEAK + 60 * MIB,
+            shared=shared,
+            activations=blocks(seconds=0.0005),
+            forward_s=2.0,
+            first=frozenset({last}),
+            last=frozenset({last}),
+        )
+        plan = joint_search(asked, one_core(shared))
+        at_home = {p.name for p in plan.parameters if p.states_home is Tier.HOST and p.numel > 1 << 15}
+        assert last in at_home and len(at_home) < 3
+        assert step_s(asked, plan, one_core(shared)) == pytest.approx(seconds(plan))
+
+
+def one_core(shared: bool) -> HardwareProfile:
+    """Where a core updates beside compute, no other waits for it, and requests to the drives cost it next to nothing."""
+    return replace(hardware(shared), cpu_cores=1, io_core_s_per_request=1e-12)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_updates_are_put_off_where_the_drives_rest_in_the_forward(shared: bool) -> None:
+    """Drives bind in the backward and compute in the forward: some is moved from one to the other, and nothing of
+    what the forward fetches first."""
+    first = frozenset({"layers.0.fc.weight"})
+    host = FIXED + (PEAK if shared else 0) + 90 * MIB
+    few = dict(shared=shared, activations=blocks(seconds=1e-6), parameters=facts(8, megabytes=32), first=first)
+    hw = one_core(shared)
+    busy = problem(host, host, forward_s=0.8 if shared else 0.03, **few)  # type: ignore[arg-type]
+    plan = joint_search(busy, hw)
+    put_off = {p.name for p in plan.parameters if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD}
+    assert put_off and not put_off & first
+    assert all(p.states_home is Tier.NVME for p in plan.parameters if p.name in put_off)
+    inside = tuple(
+        replace(p, optimizer_runs=OptimizerTiming.IN_BACKWARD, gradient_home=None) if p.name in put_off else p
+        for p in plan.parameters
+    )
+    assert step_s(busy, plan, hw) < 0.97 * step_s(busy, replace(plan, parameters=inside), hw)
+    division = plan.division
+    assert division is not None
+    waiting = sum(share.bytes for share in division.shares if share.use is Use.GRADIENTS)
+    assert waiting == sum(p.bytes for p in plan.parameters if p.gradient_home is Tier.HOST)
+
+
+def test_homes_are_spread_over_the_layers() -> None:
+    asked = problem(FIXED + 250 * MIB, PEAK + 30 * MIB, shared=False, parameters=facts(12), forward_s=0.01)
+    plan = joint_search(asked, hardware(False))
+    states = [p.states_home for p in plan.parameters if p.numel > 1 << 15 and p.trainable]
+    assert {Tier.HOST, Tier.NVME} == set(states)
+    rows = [len(list(row)) for _, row in itertools.groupby(states)]
+    few = min(states.count(Tier.HOST), states.count(Tier.NVME))
+    assert states[0] is Tier.HOST
+    assert max(rows) <= -(-len(states) // few) + 1
 
 
 def test_memory_is_worth_seconds_where_it_is_short_and_none_where_it_is_not() -> None:

@@ -15,7 +15,7 @@ from lohan_fx import cost
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
-from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Windows
+from lohan_fx.plan import Ends, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Windows
 from lohan_fx.plan_builder import homes_only, layer_of_parameter
 from lohan_fx.planner import make_plan
 from lohan_fx.policies import FORCED, POLICIES
@@ -89,6 +89,9 @@ def problem(
     activations: ActivationGraph | None = None,
     parameters: tuple[ParameterFacts, ...] = facts(),
     forward_s: float = 0.5,
+    first: frozenset[str] = frozenset(),
+    last: frozenset[str] = frozenset(),
+    holds: bool = False,
 ) -> Problem:
     found = activations or blocks()
     return Problem(
@@ -101,6 +104,8 @@ def problem(
         budgets=Budgets(host, device, FIXED, shared),
         windows=WINDOWS,
         device_peak=lambda plan: PEAK + kept_bytes(plan),
+        ends=Ends(first, last),
+        holds=holds,
     )
 
 
@@ -121,6 +126,7 @@ def used(asked: Problem, plan: Plan) -> tuple[int, int]:
     device = PEAK + kept_bytes(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
     host = FIXED + swapped_bytes(plan, Tier.HOST) + sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
     host += sum(12 * p.numel for p in plan.parameters if p.states_home is Tier.HOST)
+    host += sum(p.bytes for p in plan.parameters if p.gradient_home is Tier.HOST)
     return device, host + (device if asked.budgets.shared else 0)
 
 
@@ -132,10 +138,24 @@ def fits(asked: Problem, plan: Plan) -> bool:
 def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
     """Predicted seconds of the plan as it stands."""
     found = asked.activations
-    trained = [p for p in plan.parameters if p.trainable]
+    on_cpu = asked.budgets.shared
+    moves = [
+        p
+        for p in plan.parameters
+        if p.trainable
+        and (Tier.NVME in (p.home, p.states_home) or not (on_cpu or p.home is p.states_home is Tier.DEVICE))
+    ]
+    later = [p for p in moves if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD]
+    late = [p for p in moves if p.name in (asked.ends.first_fetches if p in later else asked.ends.last_gradients)]
+    later = [p for p in later if p not in late]
+    trained = [p for p in plan.parameters if p.trainable and p not in late and p not in later]
     fetched = sum(p.bytes for p in plan.parameters if p.home is not Tier.DEVICE)
     from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
     states = 12 * sum(p.numel for p in trained if p.states_home is Tier.NVME)
+    late_states = 12 * sum(p.numel for p in late if p.states_home is Tier.NVME)
+    next_states = 12 * sum(p.numel for p in later if p.states_home is Tier.NVME)
+    next_copies = sum(p.bytes for p in later if p.home is Tier.NVME)
+    held = sum(p.bytes for p in later if p.gradient_home is Tier.NVME)
     chunk = plan.windows.chunk_elements
     requests = (from_nvme + swapped_bytes(plan, Tier.NVME)) / plan.windows.io_bytes
     work = cost.Work(
@@ -148,14 +168,25 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
         fetched_backward_nvme_bytes=from_nvme,
         swapped_bytes=swapped_bytes(plan, Tier.HOST, Tier.NVME),
         swapped_nvme_bytes=swapped_bytes(plan, Tier.NVME),
-        gradient_bytes=sum(p.bytes for p in trained),
+        gradient_bytes=sum(p.bytes for p in plan.parameters if p.trainable),
         state_read_bytes=states,
         state_write_bytes=states + sum(p.bytes for p in trained if p.home is Tier.NVME),
         adam_parameters=sum(p.numel for p in trained),
-        forward_requests=requests,
-        backward_requests=requests + states / 3 / chunk + sum(p.numel for p in trained if p.home is Tier.NVME) / chunk,
+        late_state_read_bytes=late_states,
+        late_state_write_bytes=late_states + sum(p.bytes for p in late if p.home is Tier.NVME),
+        late_adam_parameters=sum(p.numel for p in late),
+        next_held_nvme_bytes=held,
+        next_state_read_bytes=next_states,
+        next_state_write_bytes=next_states + next_copies,
+        next_adam_parameters=sum(p.numel for p in later),
+        forward_requests=requests + next_states / 3 / chunk + (next_copies + held) / 2 / chunk,
+        backward_requests=requests
+        + states / 3 / chunk
+        + sum(p.numel for p in trained if p.home is Tier.NVME) / chunk
+        + held / 2 / chunk,
     )
-    return cost.forward_stage(work, hw).seconds + cost.backward_stage(work, hw).seconds
+    stages = cost.forward_stage(work, hw), cost.backward_stage(work, hw), cost.optimizer_stage(work, hw)
+    return sum(stage.seconds for stage in stages)
 
 
 def hardware(shared: bool) -> HardwareProfile:
@@ -233,7 +264,7 @@ def test_where_memory_is_plentiful_everything_stays(shared: bool) -> None:
 
 
 PROBLEMS = st.builds(
-    lambda shared, scale, seconds, megabytes, forward_s: (
+    lambda shared, scale, seconds, megabytes, forward_s, end: (
         lambda host, device: problem(
             host,
             host if shared else device,
@@ -241,6 +272,8 @@ PROBLEMS = st.builds(
             activations=blocks(scale=scale, seconds=seconds),
             parameters=facts(megabytes=megabytes),
             forward_s=forward_s,
+            first=end,
+            last=end,
         )
     ),
     st.booleans(),  # shared
@@ -248,6 +281,7 @@ PROBLEMS = st.builds(
     st.sampled_from([0.0005, 0.01, 0.2]),
     st.sampled_from([1, 8, 64]),
     st.sampled_from([0.001, 0.1, 2.0]),
+    st.sampled_from([frozenset[str](), frozenset({"layers.0.fc.weight", "layers.0.norm.weight"})]),
 )
 MEMORY = st.integers(90, 2500).map(lambda megabytes: megabytes * MIB)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import lohan_fx
 from lohan_fx import simulate, simulated_machine, timeline_chart
+from lohan_fx.meta import Cost, Phase
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
 from tests import tiny
@@ -115,9 +116,8 @@ def test_on_a_gpu_every_gradient_leaves() -> None:
     assert step.backward_s == 1.0 and step.tail_s >= 4.0
 
 
-def late(plan: Plan, home: Tier) -> Plan:
+def late(plan: Plan, home: Tier, runs: OptimizerTiming = OptimizerTiming.AFTER_BACKWARD) -> Plan:
     """``plan`` with all updates after the backward; gradients wait for that at ``home``."""
-    runs = OptimizerTiming.AFTER_BACKWARD
     parameters = (dataclasses.replace(p, optimizer_runs=runs, gradient_home=home) for p in plan.parameters)
     return dataclasses.replace(plan, parameters=tuple(parameters))
 
@@ -129,6 +129,41 @@ def test_an_optimizer_after_the_backward_overlaps_nothing_of_it() -> None:
     states = [e for e in after.events if e.label.endswith((":master", ":moments"))]
     assert states and all(e.start_s >= backward_ends_s for e in states)
     assert after.step_s > inside.step_s and after.tail_s > inside.tail_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("gradients", [Tier.HOST, Tier.NVME])
+def test_updates_beside_the_next_forward_are_there_and_before_their_fetch(device: str, gradients: Tier) -> None:
+    plan = late(plan_for(found := captured("transformer"), Keep()), gradients, OptimizerTiming.NEXT_FORWARD)
+    plan = dataclasses.replace(plan, device=device)
+    halves, hw = rewrite(found, plan), machine(device=device)
+    step, work = simulate(halves, plan, hw, node_seconds=second_each), traffic(halves, plan, second_each)
+    assert (step.nvme_read_bytes, step.nvme_write_bytes) == (work.nvme_read_bytes, work.nvme_write_bytes)
+    assert step.tail_s == pytest.approx(0.0, abs=1e-6) or device == "cuda" or gradients is Tier.NVME
+    for name in (p.name for p in plan.parameters):
+        updated = [e.end_s for e in step.events if e.label == f"write {name}:master"]
+        fetched = [e.start_s for e in step.events if e.label == f"read {name}:compute"]
+        assert updated and max(updated) <= min(fetched) + 1e-9
+        assert max(updated) <= step.forward_s
+
+
+def test_putting_off_what_the_drives_have_no_time_for_shortens_the_step() -> None:
+    """The forward computes long, the backward moves much: the last layers' updates go to the forward."""
+    plan = plan_for(found := captured("transformer"), Keep())
+
+    def seconds(cost: Cost) -> float:
+        return 0.0 if cost.is_view else 1.0 if cost.phase is Phase.FORWARD else 0.01
+
+    put_off = tuple(
+        dataclasses.replace(p, optimizer_runs=OptimizerTiming.NEXT_FORWARD, gradient_home=Tier.HOST)
+        if p.name.startswith(("layers.1", "layers.2"))
+        else p
+        for p in plan.parameters
+    )
+    inside = run(found, plan, machine(), seconds)
+    later = run(found, dataclasses.replace(plan, parameters=put_off), machine(), seconds)
+    assert later.step_s < 0.95 * inside.step_s
+    assert (later.nvme_read_bytes, later.nvme_write_bytes) == (inside.nvme_read_bytes, inside.nvme_write_bytes)
 
 
 def test_gradients_that_wait_on_nvme_are_written_and_read_back() -> None:
@@ -168,7 +203,7 @@ def test_bytes_are_those_of_traffic(name: str, decision: Decision, device: str) 
             assert (step.bytes["h2d"], step.bytes["d2h"]) == (fetched - nvme, work.swapped_bytes)
         assert (step.nvme_read_bytes, step.nvme_write_bytes) == (work.nvme_read_bytes, work.nvme_write_bytes)
         assert step.bytes["ssd"] == work.nvme_read_bytes + work.nvme_write_bytes
-        assert step.bytes["cpu"] == 4 * work.adam_parameters
+        assert step.bytes["cpu"] == 4 * (work.adam_parameters + work.late_adam_parameters)
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=str)

@@ -16,6 +16,7 @@ from lohan_fx.budgets import make_budgets
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peaks, peaks
+from lohan_fx.passes.step_ends import NEGLIGIBLE
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.pipeline import Request
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
@@ -93,12 +94,16 @@ def test_never_below_the_formula(
         on = dataclasses.replace(hw, device=device)
         step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
         forward, backward = cost.forward_stage(work, apart), cost.backward_stage(work, apart)
+        after = cost.optimizer_stage(work, apart)
         almost = 1 - 1e-9
         if device == "cpu" and not work.swapped_bytes:
             assert step.forward_s >= forward.seconds * almost
             assert step.backward_s + step.tail_s >= backward.seconds * almost
+            ends = max(backward.lanes_s["compute"], backward.lanes_s["ssd"]) + after.lanes_s.get("ssd", 0.0)
+            assert step.backward_s + step.tail_s >= (1 - NEGLIGIBLE) * ends * almost
         for name in ("compute", "ssd", "cpu", *(("h2d", "d2h") if device == "cuda" else ())):
-            assert step.step_s >= (forward.lanes_s[name] + backward.lanes_s[name]) * almost
+            stages = (forward, backward, after)
+            assert step.step_s >= sum(stage.lanes_s.get(name, 0.0) for stage in stages) * almost
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from lohan_fx.step_time import quantities_of_plan, stage_lanes, work_of
 from tests.lohan_fx.test_planner import CPU, GPU, problem
 
 MIB = 1 << 20
+STAGES = (cost.forward_stage, cost.backward_stage, cost.optimizer_stage)
 rates = st.sampled_from([1e8, 1e9, 3e9, 2e10])
 
 
@@ -33,9 +34,25 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
 
 
 moved = st.integers(0, 10**10)
+few = st.integers(0, 10**6)
 
 
-@given(machines(), st.floats(0, 5), moved, moved, moved, moved, st.floats(0, 1), st.floats(0, 1))
+@given(
+    machines(),
+    st.floats(0, 5),
+    moved,
+    moved,
+    moved,
+    moved,
+    st.floats(0, 1),
+    st.floats(0, 1),
+    moved,
+    moved,
+    few,
+    moved,
+    moved,
+    few,
+)
 def test_the_lines_are_the_cost_model(
     hw: HardwareProfile,
     again: float,
@@ -45,6 +62,12 @@ def test_the_lines_are_the_cost_model(
     copied: int,
     part: float,
     other: float,
+    late: int,
+    late_copied: int,
+    late_updated: int,
+    later: int,
+    later_copied: int,
+    later_updated: int,
 ) -> None:
     asked = problem(10**10, 10**10, shared=hw.device == "cpu")
     total = {
@@ -57,15 +80,27 @@ def test_the_lines_are_the_cost_model(
         Quantity.FETCHED_BACKWARD_NVME: int(part * fetched),
         Quantity.STATES: states,
         Quantity.COPIED: copied,
+        Quantity.LATE_STATES: late,
+        Quantity.LATE_COPIED: late_copied,
+        Quantity.LATE_UPDATED: late_updated,
+        Quantity.LATE_HELD_NVME: int(part * late_copied),
+        Quantity.NEXT_STATES: later,
+        Quantity.NEXT_COPIED: later_copied,
+        Quantity.NEXT_UPDATED: later_updated,
+        Quantity.NEXT_HELD_NVME: int(other * later_copied),
     }
     work = work_of(asked, total)
-    for stage, lanes in zip((cost.forward_stage, cost.backward_stage), stage_lanes(asked, hw), strict=True):
-        assert max(lane.at(total) for lane in lanes) == pytest.approx(stage(work, hw).seconds, rel=1e-9)
+    for stage, lanes in zip(STAGES, stage_lanes(asked, hw), strict=True):
+        found = stage(work, hw)
+        assert found.lanes_s or not late_updated
+        if found.lanes_s:
+            assert max(lane.at(total) for lane in lanes) == pytest.approx(found.seconds, rel=1e-9)
 
 
 def test_without_drives_there_is_no_ssd_lane() -> None:
-    forward, backward = stage_lanes(problem(10**10, 10**10), replace(CPU, nvme=()))
+    forward, backward, after = stage_lanes(problem(10**10, 10**10), replace(CPU, nvme=()))
     assert (len(forward), len(backward)) == (len(stage_lanes(problem(1, 1), CPU)[0]) - 2, 4)
+    assert len(after) == 1
 
 
 @pytest.mark.parametrize(("home", "states"), [(h, s) for h in Tier for s in (Tier.HOST, Tier.NVME)])
@@ -83,3 +118,19 @@ def test_what_a_plan_moves(home: Tier, states: Tier) -> None:
     assert total[Quantity.FETCHED_BACKWARD_NVME] == (away - tied if home is Tier.NVME else 0)
     assert total[Quantity.STATES] == (12 * sum(p.numel for p in trained) if states is Tier.NVME else 0)
     assert total[Quantity.COPIED] == (sum(p.bytes for p in trained) if home is Tier.NVME else 0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_comes_last_is_moved_after_the_backward(shared: bool) -> None:
+    """Unless nothing has to move for it: on a CPU what is in memory is updated where its gradient is made."""
+    last = "layers.0.fc.weight"
+    asked = problem(10**10, 10**10, shared=shared, last=frozenset({last}))
+    numel, nbytes = next((p.numel, p.bytes) for p in asked.parameters if p.name == last)
+    for home, states in [(h, s) for h in Tier for s in (Tier.HOST, Tier.NVME)]:
+        total = quantities_of_plan(asked, build_plan(asked, {}, default_homes(asked, home), states))
+        away = not shared or Tier.NVME in (home, states)
+        assert total[Quantity.LATE_UPDATED] == (numel if away else 0)
+        assert total[Quantity.LATE_STATES] == (12 * numel if states is Tier.NVME else 0)
+        assert total[Quantity.LATE_COPIED] == (nbytes if home is Tier.NVME else 0)
+        others = [p.numel for p in asked.parameters if p.trainable and p.name != last and p.numel > 1 << 15]
+        assert total[Quantity.STATES] == (12 * sum(others) if states is Tier.NVME else 0)

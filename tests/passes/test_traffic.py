@@ -33,11 +33,18 @@ def test_everything_on_nvme_by_hand() -> None:
         swapped_bytes=4 * 3 * 8 + 4 * 3 * 4,
         swapped_nvme_bytes=4 * 3 * 8,
         gradient_bytes=2 * WEIGHTS + BIAS,
-        state_read_bytes=12 * (32 + 32 + 8),
-        state_write_bytes=12 * (32 + 32 + 8),  # the fp32 master is what the graph computes with
-        adam_parameters=32 + 32 + 8,
+        state_read_bytes=12 * 32,
+        state_write_bytes=12 * 32,  # the fp32 master is what the graph computes with
+        adam_parameters=32,
+        late_state_read_bytes=12 * (32 + 8),  # the first layer's gradients are the last
+        late_state_write_bytes=12 * (32 + 8),
+        late_adam_parameters=32 + 8,
+        blocking_read_bytes=12 * 32,  # the second layer's gradient fills the window
+        blocking_write_bytes=12 * 32,
+        blocking_hidden_s=2 * 3 * 4 * 8 + 1 + 2,  # mm, threshold_backward, sum
+        first_gradient_s=2 * (2 * 3 * 4 * 8 + 1) + 4,  # two mm; div, pow, mul, mul
         forward_requests=3 + 1,  # three parameters fetched, one activation swapped out
-        backward_requests=1 + 1 + 3 * 4,  # one fetched, one swapped in; master and moments of three, both ways
+        backward_requests=1 + 1 + 4,  # one fetched, one swapped in; master and moments of one, both ways
     )
 
 
@@ -60,7 +67,7 @@ def test_a_compute_copy_of_its_own_is_written_back() -> None:
     plan = plan_for(captured("two-layers"), Keep())
     halved = replace(plan, parameters=tuple(replace(p, bytes=p.bytes // 2) for p in plan.parameters))
     done = work("two-layers", halved)
-    assert done.state_write_bytes == 14 * 72
+    assert done.state_write_bytes + done.late_state_write_bytes == 14 * 72
     assert done.gradient_bytes == 2 * 72
 
 
@@ -80,15 +87,22 @@ def test_homes_decide_what_moves(
 ) -> None:
     done = work("two-layers", plan_for(captured("two-layers"), Keep()).with_homes(home, states))
     assert (done.fetched_forward_bytes, done.fetched_forward_nvme_bytes) == (fetched, from_nvme)
-    assert (done.state_read_bytes, done.state_write_bytes) == (read, written)
-    assert (done.gradient_bytes, done.adam_parameters) == (288, 72)
+    reads, writes = (
+        done.state_read_bytes + done.late_state_read_bytes,
+        done.state_write_bytes + done.late_state_write_bytes,
+    )
+    assert (reads, writes) == (read, written)
+    assert (done.gradient_bytes, done.adam_parameters + done.late_adam_parameters) == (288, 72)
+    # On a CPU what is in memory is updated where its gradient is made, also the last.
+    assert done.late_adam_parameters == (40 if Tier.NVME in (home, states) else 0)
 
 
 def test_a_frozen_parameter_is_fetched_and_nothing_else() -> None:
     found = captured("branches")
     done = work("branches", plan_for(found, Keep()))
     assert done.fetched_forward_bytes == 2 * 4 * (16 + 4)
-    assert (done.gradient_bytes, done.adam_parameters, done.state_read_bytes) == (4 * 20, 20, 12 * 20)
+    updated = done.adam_parameters + done.late_adam_parameters
+    assert (done.gradient_bytes, updated, done.state_read_bytes + done.late_state_read_bytes) == (4 * 20, 20, 12 * 20)
 
 
 def test_a_tied_weight_is_fetched_twice() -> None:
@@ -145,6 +159,25 @@ def test_updates_after_the_backward_are_counted_there_with_the_gradients_that_wa
     assert done.nvme_write_bytes == (12 + 4) * 72
     in_ram = late(Tier.HOST, Tier.HOST, Tier.HOST)
     assert (in_ram.nvme_read_bytes, in_ram.nvme_write_bytes, in_ram.late_adam_parameters) == (0, 0, 72)
+
+
+@pytest.mark.parametrize("gradients", [Tier.HOST, Tier.NVME])
+def test_updates_beside_the_next_forward_are_counted_there(gradients: Tier) -> None:
+    """Gradients wait as they are. The first weight is fetched first: the forward waits for its update as for a stage."""
+    found = captured("two-layers")
+    plan = plan_for(found, Keep())
+    parameters = tuple(
+        replace(p, optimizer_runs=OptimizerTiming.NEXT_FORWARD, gradient_home=gradients) for p in plan.parameters
+    )
+    done = work("two-layers", replace(plan, parameters=parameters))
+    assert (done.state_read_bytes, done.adam_parameters) == (0, 0)
+    assert (done.late_adam_parameters, done.next_adam_parameters) == (40, 32)
+    assert done.next_state_read_bytes == done.next_state_write_bytes == 12 * 32
+    assert done.next_held_nvme_bytes == (4 * 32 if gradients is Tier.NVME else 0)
+    assert done.held_nvme_bytes == (4 * 40 if gradients is Tier.NVME else 0)
+    assert done.nvme_write_bytes == 12 * 72 + (4 * 72 if gradients is Tier.NVME else 0)
+    inside = work("two-layers", plan)
+    assert done.forward_requests == inside.forward_requests + 4 + (gradients is Tier.NVME)
 
 
 def test_updates_on_a_gpu_are_its_own_compute_and_their_gradients_stay() -> None:

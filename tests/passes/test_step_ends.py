@@ -1,0 +1,59 @@
+"""step_ends: what a step begins and ends with, whatever is done with activations."""
+
+from __future__ import annotations
+
+import pytest
+
+from lohan_fx import meta
+from lohan_fx.meta import Lane
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.step_ends import step_ends
+from lohan_fx.plan import Decision, Ends, Keep, Recompute, Swap, Tier
+from tests.passes.graphs import captured, flops_as_seconds, plan_for, rewrite
+
+ROOMY = 1 << 40
+
+
+@pytest.mark.parametrize(("name", "early"), [("transformer", True), ("tied", False)])
+@pytest.mark.parametrize("decision", [Keep(), Recompute(), Swap(Tier.NVME)])
+def test_the_embedding_is_fetched_first_and_gets_its_gradient_last(name: str, early: bool, decision: Decision) -> None:
+    """The head's gradient is the first, unless it is the embedding's, too."""
+    found = captured(name)
+    halves = rewrite(found, plan_for(found, decision))
+    ends = step_ends(halves, flops_as_seconds, ROOMY)
+    # A lookup takes no time by FLOPs: the first matmul stands at the ends as well.
+    for names in (ends.first_fetches, ends.last_gradients):
+        assert "embed.weight" in names and all(name.startswith(("embed.", "layers.0.")) for name in names)
+        assert "layers.0.fc2.weight" not in names
+    assert ends == step_ends(rewrite(found, plan_for(found, Keep())), flops_as_seconds, ROOMY)
+    assert (ends.first_gradient_s < 0.2 * backward_s(halves)) == early
+
+
+def backward_s(halves: Halves) -> float:
+    assert halves.backward is not None
+    own = (n for n in halves.backward.graph.nodes if n.op == "call_function" and not n.name.startswith("recompute_"))
+    return sum(flops_as_seconds(meta.cost(n)) for n in own if meta.cost(n).lane is Lane.COMPUTE)
+
+
+def test_where_compute_takes_no_time_all_stands_at_both_ends() -> None:
+    found = captured("two-layers")
+    everything = frozenset(p.name for p in found.parameters.values())
+    assert step_ends(rewrite(found, plan_for(found, Keep())), lambda cost: 0.0, ROOMY) == Ends(everything, everything)
+
+
+def test_without_a_backward_nothing_is_updated() -> None:
+    found = captured("two-layers")
+    halves = rewrite(found, plan_for(found, Keep()))
+    halves.backward = None
+    assert step_ends(halves, flops_as_seconds, ROOMY) == Ends()
+
+
+def test_a_gradient_that_fills_the_window_stops_compute_before_the_next() -> None:
+    """By hand: three gradients, of 128, 32 and 128 bytes; two mm and four others come before the first."""
+    found = captured("two-layers")
+    halves = rewrite(found, plan_for(found, Keep()))
+    mm = 2 * 3 * 4 * 8 + 1.0
+    between = {"second.weight": 1 + mm + 1, "first.bias": 0.0}
+    assert step_ends(halves, flops_as_seconds, 288).blocking_s == {}
+    assert step_ends(halves, flops_as_seconds, 150).blocking_s == pytest.approx(between)
+    assert step_ends(halves, flops_as_seconds, 0).blocking_s == pytest.approx(between)
