@@ -6,13 +6,13 @@ import dataclasses
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check, host_bytes, resident_bytes
-from lohan_fx.plan import OptimizerTiming, Plan, Tier
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
 from lohan_fx.problem import Problem
 
 
 def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
     """``plan`` with every update begun by ``step()``. Gradients wait in the host memory that it leaves, those at the ends
-    of a step and small ones first, the others on NVMe; what waits somewhere already does so there.
+    of a step and small ones first, the others on NVMe; what waits for a stage after the backward does so where it did.
 
     Raises ``InfeasiblePlan`` where they fit nowhere.
     """
@@ -23,9 +23,10 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
     room = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, away) - device
     homes: dict[str, Tier] = {}
     ends = problem.ends.first_fetches | problem.ends.last_gradients
+    free = {p.name for p in plan.parameters if p.trainable and not _has_home(p)}
     for p in sorted(away.parameters, key=lambda p: (p.name not in ends, p.numel)):
         homes[p.name] = otherwise
-        if p.gradient_home is Tier.NVME and p.held_bytes <= room:
+        if otherwise is Tier.NVME and p.name in free and p.held_bytes <= room:
             homes[p.name] = Tier.HOST
             room -= p.held_bytes
     found = _waiting(plan, homes)
@@ -33,10 +34,15 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
     return found
 
 
+def _has_home(p: ParameterPlan) -> bool:
+    """Whether its policy says where its gradient waits."""
+    return p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD
+
+
 def _waiting(plan: Plan, homes: dict[str, Tier]) -> Plan:
     later = OptimizerTiming.NEXT_FORWARD
     parameters = tuple(
-        dataclasses.replace(p, optimizer_runs=later, gradient_home=p.gradient_home or homes[p.name])
+        dataclasses.replace(p, optimizer_runs=later, gradient_home=p.gradient_home if _has_home(p) else homes[p.name])
         if p.trainable
         else p
         for p in plan.parameters
