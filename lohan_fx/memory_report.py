@@ -18,7 +18,6 @@ from lohan_fx.budgets import fixed_bytes, staging_bytes
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.plan_table import table
-from lohan_fx.problem import GRADIENT_BYTES
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.runtime.memory_use import MemoryUse, Range
 from lohan_fx.runtime.peak_watch import PeakWatch
@@ -205,7 +204,7 @@ def _planned(plan: Plan, before_bytes: int) -> dict[str, int]:
     shared = plan.device == "cpu"
     places = (Tier.DEVICE, Tier.HOST) if shared else (Tier.HOST,)
     device, host = resident_bytes(plan)
-    waiting = sum(GRADIENT_BYTES * p.numel for p in plan.parameters if p.gradient_home in places)
+    waiting = sum(p.held_bytes for p in plan.parameters if p.gradient_home in places)
     parameters = sum(p.bytes for p in plan.parameters if p.home in places)
     # With the gradients and activations that are leaving, which the plan counts op by op.
     values = plan.prediction.peak_bytes["device"] - device if shared else 0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lohan_fx.event_clock import Countdown, Job, Signal, Thread
-from lohan_fx.plan import OptimizerTiming, ParameterPlan, Tier
+from lohan_fx.plan import SUM_BYTES, OptimizerTiming, ParameterPlan, Tier
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
 from lohan_fx.simulated_machine import SimulatedMachine
 
@@ -239,7 +239,7 @@ class SimulatedOptimizer:
         """Of its buffer: what is read or written there, and the fp32 gradient."""
         moved = dict([*self._reads(chunk), *self._writes(chunk)])
         moved.pop(f"{chunk.parameter.name}:gradient", None)
-        return sum(moved.values()) + HELD_BYTES * chunk.elements
+        return sum(moved.values()) + SUM_BYTES * chunk.elements
 
     # --- what is read and written: ``state_buffer`` -----------------------------------------------------------
 
