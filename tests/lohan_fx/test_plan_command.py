@@ -368,7 +368,7 @@ def test_the_answer_shows_windows_and_the_division(model: str, capsys: pytest.Ca
         "saves per step",
         "windows: fetch",
         "swap out",
-        "buffers per lane",
+        "per lane",
         "for gradients",
     ):
         assert words in text, words
