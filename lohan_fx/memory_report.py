@@ -22,6 +22,8 @@ from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.runtime.memory_use import MemoryUse, Range
 from lohan_fx.runtime.peak_watch import PeakWatch
 
+HOLE_BYTES = 32 << 20
+"""The largest block that glibc takes from its heap, and so the hole that one leaves."""
 BETWEEN = "between two steps"
 UNACCOUNTED = "not accounted for"
 GRAPH_CODE = "<eval_with_key>"
@@ -146,13 +148,14 @@ class MemoryAccounts:
             peak_bytes, promised_bytes, self._peak.stage, self._peak.op, (*found, MemoryRow(UNACCOUNTED, rest))
         )
 
-    def expected_peak_bytes(self, plan: Plan, simulated_bytes: int) -> int:
-        """What the process will have in RAM at the peak of a step in which the runtime has ``simulated_bytes`` of host memory
-        in use, with what a plan takes capture to leave behind. To be asked between two steps, when it is known."""
+    def expected_peak_bytes(self, plan: Plan) -> int:
+        """What the process will have in RAM at the peak: what ``plan`` predicts, with what capture has really left behind in
+        place of what a plan takes it to leave, and one hole in the heap. To be asked between two steps."""
+        assert plan.prediction is not None
         shared = plan.device == "cpu"
         assumed = fixed_bytes(plan.windows, len(plan.parameters), shared=shared)
         assumed -= staging_bytes(plan.windows, shared=shared)
-        return simulated_bytes - assumed + self._elsewhere(self._read())
+        return plan.prediction.peak_bytes["host"] - assumed + HOLE_BYTES + self._elsewhere(self._read())
 
     def _elsewhere(self, books: _Books) -> int:
         """Between two steps: what the process has that the runtime does not speak of, without what is free."""

@@ -15,7 +15,6 @@ from lohan_fx.memory_report import MemoryReport
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.timeline import Event
 from lohan_fx.self_check import StepCheck, typical
-from lohan_fx.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,15 @@ class Monitor:
         return self._compiled.plans[graphs[-1]] if graphs else None
 
     def expected_peak_rss_bytes(self) -> int:
-        """What the process will have in RAM at the peak of a training step under ``plan``, by simulating one, and by what
-        capture has left behind. The plan's own figure is the most it may be: windows and buffers full at the same moment.
+        """What the process will have in RAM at the peak of a training step under ``plan``, given what capture has left behind.
+        The plan's own figure allows for more of that: it is made before, and holds ``host_memory``.
 
         Raises ``ValueError`` before there is a plan.
         """
-        graphs = self._compiled.training_graphs()
-        if not graphs:
+        plan = self.plan
+        if plan is None:
             raise ValueError("no training graph is captured yet: call lohan_fx.prepare(model, ...) first")
-        plan = self._compiled.plans[graphs[-1]]
-        step = simulate(self._compiled.halves[graphs[-1]], plan, self._compiled.request().hw)
-        return self._compiled.memory.expected_peak_bytes(plan, step.peak_bytes["host"])
+        return self._compiled.memory.expected_peak_bytes(plan)
 
     def memory(self) -> MemoryReport:
         """Where every byte of the process's peak since the monitor was made went, beside what was planned; it prints as a

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lohan_fx import process_memory
-from lohan_fx.memory_report import GRADIENTS, PARAMETERS, VALUES, MemoryAccounts, MemoryReport
+from lohan_fx.budgets import choose_windows, fixed_bytes, staging_bytes
+from lohan_fx.memory_report import GRADIENTS, HOLE_BYTES, PARAMETERS, VALUES, MemoryAccounts, MemoryReport
+from lohan_fx.plan import Plan, Prediction, Stage
 from lohan_fx.runtime.memory_use import MemoryUse
 
 BLOCK_BYTES = 64 << 20
@@ -82,3 +84,13 @@ def test_gradients_that_wait_are_no_values_at_work(accounts: MemoryAccounts, run
 def test_nobody_has_watched() -> None:
     with pytest.raises(ValueError, match=r"nobody has watched.*lohan_fx\.Monitor"):
         MemoryAccounts(MemoryUse, process_memory.now(), 0).report(None, 0)
+
+
+def test_the_expected_peak_is_what_is_there_and_what_the_step_adds(accounts: MemoryAccounts) -> None:
+    windows = choose_windows(1 << 30, [])
+    captured = fixed_bytes(windows, 0, shared=True) - staging_bytes(windows, shared=True)
+    said = Prediction(Stage({}), Stage({}), {"host": captured + BLOCK_BYTES}, 0, 0, 0, 0)
+    plan = Plan("keep", "cpu", "bfloat16", 1 << 30, 1 << 30, (), (), windows, said)
+    now = process_memory.now()
+    expected = now.rss_bytes - now.free_bytes + BLOCK_BYTES + HOLE_BYTES
+    assert abs(accounts.expected_peak_bytes(plan) - expected) < ELSEWHERE_BYTES
