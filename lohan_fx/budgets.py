@@ -89,10 +89,12 @@ def largest_layer(parameters: Sequence[ParameterFacts]) -> tuple[int, int]:
 
 def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
     """Bytes of the host pool's staging buffers that may be touched. Where device and host share memory (``shared``),
-    parameters are read and gradients updated in place."""
+    parameters are read and gradients updated in place, and of the buffer of compute's own updates only the gradient is used.
+    """
     gradients = 0 if shared else windows.gradient_buffers * 4 * windows.chunk_elements
     states = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
-    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + states + gradients
+    own = 4 * windows.chunk_elements if shared else buffer_bytes(windows.chunk_elements)
+    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + states + gradients + own
 
 
 def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:

@@ -73,7 +73,7 @@ class SimulatedMachine:
         optimizer = max(min(optimizer, _LEAST_OPTIMIZER), -(-optimizer // together))
         gradients = max(min(gradients, _LEAST_OPTIMIZER), -(-gradients // together))
         counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        return counts | {"gradients": gradients, "optimizer": optimizer}
+        return counts | {"gradients": gradients, "optimizer": optimizer, "compute": 1}
 
     def pieces(self, nbytes: int) -> list[int]:
         """Bytes of the transfers that ``nbytes`` are cut into."""
@@ -235,7 +235,7 @@ class SimulatedMemory:
         self._constant = host + fixed - (staging if machine.on_cpu else 0)
         io, chunk = plan.windows.io_bytes, plan.windows.chunk_elements
         sizes = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk)}
+        self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk), "compute": 4 * chunk}
         self._touched = {purpose: [0] * shelf.count for purpose, shelf in machine.pool.items()}
         self._touched_bytes = 0
         self.curve: list[MemoryPoint] = []

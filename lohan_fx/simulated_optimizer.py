@@ -107,14 +107,13 @@ class SimulatedOptimizer:
         return at_home and (parameter.gradient_home is None or parameter.gradient_home in near)
 
     def _compute_here(self, chunks: list[_Chunk]) -> Thread:
-        """On the compute thread, which waits for a buffer where the lane has them all."""
+        """On the compute thread, in a buffer of its own."""
         machine = self._machine
         for chunk in chunks:
-            machine.compute.waiting_for = f"an optimizer buffer for {chunk.parameter.name}"
-            yield from machine.pool["optimizer"].acquire()
-            machine.memory.touch("optimizer", self._touched_bytes(chunk))
+            yield from machine.pool["compute"].acquire()
+            machine.memory.touch("compute", SUM_BYTES * chunk.elements)
             yield from machine.compute.run(self._arithmetic(chunk, here=True))
-            machine.pool["optimizer"].release()
+            machine.pool["compute"].release()
 
     def _arithmetic(self, chunk: _Chunk, *, here: bool = False) -> Job:
         return self._machine.updating(

@@ -14,7 +14,6 @@ _KINDS: Mapping[str, str] = {
     "swap_in of": "activations to come back",
     "swap window": "activations to leave the device",
     "gradient window": "gradients to leave the device, whose updates are behind",
-    "an optimizer buffer": "an optimizer buffer",
 }
 _PREFIX = "wait:"
 TAIL = "updates after the backward"

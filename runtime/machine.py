@@ -110,6 +110,7 @@ def start_machine(
             "swap_out": Reservation(windows.io_buffers, windows.io_bytes),
             "gradients": Reservation(windows.gradient_buffers, 4 * windows.chunk_elements),
             "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
+            "compute": Reservation(1, buffer_bytes(windows.chunk_elements)),
             "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
         },
         pin=device.type == "cuda",

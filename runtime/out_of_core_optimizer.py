@@ -3,7 +3,7 @@
 A gradient's way: off the device (d2h lane), in chunks, and then as ``chunk_pipeline`` says. What has nothing to move, because
 parameter, states and gradient are in the device's memory, is updated at once, on the compute thread.
 
-Guarantees: memory is the pool's "optimizer" and "gradients" reservations, whatever the size of a parameter. A
+Guarantees: memory is the pool's "optimizer", "compute" and "gradients" reservations, whatever the size of a parameter. A
 gradient on the device lives only until its chunks are copied (where host and device share memory: updated);
 ``offer`` blocks while more than ``window_bytes`` of them wait. ``barrier`` returns once everything offered is in
 place, or raises the first failure, after which the optimizer refuses more work. ``pending`` is settled once the update
@@ -99,11 +99,12 @@ class OutOfCoreOptimizer:
         return at_home and (held or not resident.contributions)
 
     def _update_here(self, jobs: list[ChunkUpdate], flat: torch.Tensor | None) -> None:
-        """Update on the compute thread, with all its cores: beside it, Adam would only take them away from it."""
+        """Update on the compute thread, with all its cores: beside it, Adam would only take them away from it. In a buffer
+        of its own: those of the lanes are busy as long as the drives are."""
         with self._chunks.changed:
             self._chunks.refuse_if_failed()
         for job in jobs:
-            with self._machine.pool.acquire("optimizer") as buffer:
+            with self._machine.pool.acquire("compute") as buffer:
                 resident = self._residency[job.chunk.parameter.slot]
                 job.states = StateBuffer(buffer, job.chunk, resident, job.held, updates=job.updates, adds=job.adds)
                 arrived = None if flat is None else flat[job.chunk.start : job.chunk.start + job.chunk.elements]

@@ -25,6 +25,7 @@ from lohan_fx.budgets import (
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.problem import ParameterFacts
+from lohan_fx.runtime.state_buffer import buffer_bytes
 
 GPU = HardwareProfile.preset("rtx4090-12xP5510")
 CPU = replace(GPU, device="cpu")
@@ -152,7 +153,8 @@ def test_on_a_gpu_the_two_memories_are_apart() -> None:
 def test_what_is_moved_in_place_needs_no_staging() -> None:
     windows = choose_windows(8 * GIB, parameters(10))
     saved = staging_bytes(windows) - staging_bytes(windows, shared=True)
-    assert saved == windows.io_buffers * windows.io_bytes + windows.gradient_buffers * 4 * windows.chunk_elements
+    own = buffer_bytes(windows.chunk_elements) - 4 * windows.chunk_elements
+    assert saved == windows.io_buffers * windows.io_bytes + windows.gradient_buffers * 4 * windows.chunk_elements + own
     shared = make_budgets(CPU, 8 * GIB, None, windows).fixed_bytes
     assert shared == fixed_bytes(windows, 0) - saved
 

@@ -37,6 +37,7 @@ def machine(
             "swap_out": Reservation(buffers, IO_BYTES),
             "gradients": Reservation(buffers, 4 * CHUNK_ELEMENTS),
             "optimizer": Reservation(buffers, buffer_bytes(CHUNK_ELEMENTS)),
+            "compute": Reservation(1, buffer_bytes(CHUNK_ELEMENTS)),
             "activations": Reservation(1, ARENA_BYTES),
         }
     )
