@@ -30,7 +30,7 @@ from lohan_fx.plan import Plan
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
-from lohan_fx.runtime.resident_limit import ResidentLimit, Rises
+from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -75,7 +75,8 @@ class CompiledModel:
         self._untidy_calls = 0
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
-        engine.resident_limit = ResidentLimit(limit_bytes, self._give_back)
+        # It asks again only after so much more, which must not pass the promise either.
+        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back)
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
 

@@ -151,10 +151,10 @@ def test_the_naive_handler_has_one_buffer_and_the_optimizer_stage_is_in_the_pred
     assert naive is not None and naive.windows.optimizer_buffers == 1
     torch._dynamo.reset()
     late = streamed(GPT2_SHALLOW, hw, tmp_path, "lohan-zero", 250_000).run.plan
-    for plan, lanes in ((naive, set()), (late, {"ssd", "cpu"})):
-        assert plan is not None and plan.prediction is not None
-        assert {lane for lane, seconds in plan.prediction.optimizer.lanes_s.items() if seconds} == lanes
-    assert late is not None
+    assert naive.prediction is not None and late is not None and late.prediction is not None
+    assert {lane for lane, seconds in late.prediction.optimizer.lanes_s.items() if seconds} == {"ssd", "cpu"}
+    # Of the naive one only the last gradient's updates come after the backward.
+    assert 0 < naive.prediction.optimizer.lanes_s["ssd"] < late.prediction.optimizer.lanes_s["ssd"] / 2
     assert {p.optimizer_runs for p in late.parameters} == {OptimizerTiming.AFTER_BACKWARD}
     assert not any(isinstance(a.decision, Swap) and a.decision.tier is Tier.DEVICE for a in late.activations)
 

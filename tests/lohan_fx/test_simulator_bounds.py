@@ -95,7 +95,7 @@ def test_never_below_the_formula(
         step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
         forward, backward = cost.forward_stage(work, apart), cost.backward_stage(work, apart)
         after = cost.optimizer_stage(work, apart)
-        almost = 1 - 1e-9
+        almost = 1 - 1e-6
         if device == "cpu" and not work.swapped_bytes:
             assert step.forward_s >= forward.seconds * almost
             assert step.backward_s + step.tail_s >= backward.seconds * almost
