@@ -27,7 +27,7 @@ from workload import Workload, memory_bytes, streamed
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.measure_nvme import measure_drives
+from lohan_fx.measure_contention import drives_beside_compute
 
 WITHIN, MOST, OF = 0.10, 0.20, 10 / 12
 RSS_WITHIN = 0.05
@@ -67,7 +67,7 @@ CASES = (
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile, predict, train; prints its figures as one JSON line."""
     hw = HardwareProfile.load(args.hw)
-    hw = dataclasses.replace(hw, nvme=measure_drives([str(args.nvme)], DRIVES_S, lambda label: None))
+    hw = dataclasses.replace(hw, nvme=drives_beside_compute([str(args.nvme)], hw.device, DRIVES_S, lambda label: None))
     workload = Workload(case.size, case.batch, case.seq)
     ours = streamed(workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
     engine = compiled(ours.model).engine

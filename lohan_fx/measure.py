@@ -27,8 +27,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lohan_fx import machine, measure_nvme
 from lohan_fx.hardware import DTYPES, HardwareProfile
-from lohan_fx.measure_contention import lost_to_requests
-from lohan_fx.measure_nvme import checked_directories, measure_drives, rounded
+from lohan_fx.measure_contention import drives_beside_compute, lost_to_requests
+from lohan_fx.measure_nvme import checked_directories, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
 
@@ -86,7 +86,7 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             adam_parameters_per_s=run("Adam on the processor", _adam_parameters_per_s, _ADAM_SHARE),
             device_memory_bytes=torch.cuda.mem_get_info()[1] if device == "cuda" else host_bytes,
             host_memory_bytes=host_bytes,
-            nvme=measure_drives(directories, seconds * _DRIVES_SHARE, announce),
+            nvme=drives_beside_compute(directories, device, seconds * _DRIVES_SHARE, announce),
             op_overhead_s=run("the overhead of an op", _op_overhead_s, _OVERHEAD_SHARE),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),

@@ -1,9 +1,10 @@
-"""Measures what the drives take from compute where both use the same processor.
+"""Measures what the drives and compute take from each other where both use the same processor.
 
 A thread that serves a drive takes a core for a while (the system call, the checksum, the copy of what it touches into
 caches), and the ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more
 than the processor time of the requests, and is what a plan has to count; so it is measured as just that: how much less
-compute gets done beside requests like those of the runtime than alone, in turns.
+compute gets done beside requests like those of the runtime than alone, in turns. The other way round, threads that wait
+for a core leave a drive idle: on a CPU ``drives_beside_compute`` gives the rates that a plan can count on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.hardware import HardwareProfile, NvmeProfile
+from lohan_fx.measure_nvme import measure_drives
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import SSD_THREADS, use_threads
@@ -41,6 +44,29 @@ def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float,
     small, large = (_lost_s(Path(directories[0]), nbytes, seconds / len(SIZES)) for nbytes in SIZES)
     per_byte = max((large - small) / (SIZES[1] - SIZES[0]), 1e-12)
     return max(small - per_byte * SIZES[0], LEAST_S), per_byte
+
+
+def drives_beside_compute(
+    directories: Sequence[str], device: str, seconds: float, announce: Callable[[str], None]
+) -> tuple[NvmeProfile, ...]:
+    """``measure_drives``; where the compute ``device`` is the CPU, with ops on all its cores meanwhile."""
+    if device != "cpu" or not directories:
+        return measure_drives(directories, seconds, announce)
+    stop = threading.Event()
+
+    def compute() -> None:
+        run = _compute()
+        while not stop.is_set():
+            run()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="lohan-measure-compute") as pool:
+        done = pool.submit(compute)
+        try:
+            found = measure_drives(directories, seconds, announce)
+        finally:
+            stop.set()
+        done.result()
+        return found
 
 
 def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
