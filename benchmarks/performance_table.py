@@ -104,6 +104,7 @@ ROWS = (
     Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", scalars),
     Row("generality", "A model that fits, over plain PyTorch", "<= 1.1", _generality),
     Row("larger_than_memory", "States many times the memory", "peak RSS < 5 GB", _memory),
+    Row("larger_than_memory_3b", "The same with 3B, built on `meta`", "peak RSS < 6 GB", _memory),
     Row("prediction", "Step time predicted", "10 % in 10 of 12, none beyond 20 %", _prediction),
     Row("paced_lanes", "Step time simulated, where all rates are known", "15 %", _paced),
     Row("paper_tables", "The papers' claims, computed", "80 %", _papers),
