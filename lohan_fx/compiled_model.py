@@ -73,6 +73,7 @@ class CompiledModel:
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
+        self._captures: set[bool] = set()
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
@@ -134,8 +135,13 @@ class CompiledModel:
             self._tidy_up()
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
+        training = torch.is_grad_enabled()
+        if training not in self._captures:
+            # What a capture takes comes on top of what is in RAM: first give back what nobody uses.
+            self._captures.add(training)
+            self._give_back()
         with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            return self._call[torch.is_grad_enabled()](*args, **kwargs)
+            return self._call[training](*args, **kwargs)
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
