@@ -110,7 +110,7 @@ def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: 
 
 
 def _compute() -> Callable[[], object]:
-    """Some ops as in a transformer's block: a matmul of two thirds of the time, and pointwise ones."""
+    """A few ops as in a transformer's block: a matmul, and pointwise ones on what it gives."""
     rows, width, wide = 512, 768, 2048
     x, weight = (torch.randn(shape).bfloat16() for shape in ((rows, width), (width, wide)))
 
