@@ -1,15 +1,20 @@
 """The searched plan against the others: its measured step is the best, or within 3% of the best.
 
-    python benchmarks/better.py [--size demo6 --batch 4 --seq 128 --host-memory 700MiB --random 20] [--save]
+    python benchmarks/better.py [--cases 1,6 --random 20 --rounds 1] [--save]
 
-Every candidate trains in a process of its own, in alternating rounds: the searched plan, all keep, all swap, all
-recompute, every policy that this runtime runs, and ``--random`` random feasible plans (decisions for activations drawn
-at random, where parameters and states are drawn too). What does not fit is listed as that. Bar: 1.03x the best.
+The models, batches and limits are those of ``prediction.py``, by number. Every candidate trains in a process of its own,
+the searched plan's once more after all others: all keep, all swap, all recompute, every policy that this runtime runs,
+and ``--random`` random feasible plans (what is done with each activation, and which parameters and states stay in memory,
+drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
+candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
+equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
+``--finals`` alternating rounds, and these alone decide. Bar: 1.03x the best.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -19,8 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prediction import CASES, Case
 from report import arguments, finish, profile
-from workload import SIZES, Workload, streamed
+from workload import Streamed, Workload, streamed
 
 import lohan_fx
 from lohan_fx.errors import InfeasiblePlan
@@ -29,38 +35,62 @@ from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import ALL
 
 MOST_RATIO = 1.03
+GIVEN_UP = 1.15
 WARM_UP = 2
 SEARCHED = "lohan"
+RANDOM = "random-"
+MOST_HALVINGS = 8
+FINALISTS = 3
 
 
 def candidates(count: int) -> list[str]:
     """The searched plan first, then every policy that runs, then random ones."""
     runnable = [found.name for found in ALL if found.runs and found.name != SEARCHED]
-    return [SEARCHED, *runnable, *(f"random-{seed}" for seed in range(count))]
+    return [SEARCHED, *runnable, *(f"{RANDOM}{seed}" for seed in range(count))]
 
 
-def drawn(plan: Plan, seed: int) -> Plan:
-    """A random plan for the graph of ``plan``."""
+def drawn(plan: Plan, seed: int, share: float) -> Plan:
+    """A random plan for the graph of ``plan``, of which so large a ``share`` stays in memory of what is drawn to."""
     rng = random.Random(seed)
-    weights = [rng.random() for _ in range(3)]
+    weights = [rng.random() * share, rng.random(), rng.random()]
+    parameters_stay, states_stay = rng.random() * share, rng.random() * share
     choices: list[Decision] = [Keep(), Swap(Tier.NVME), Recompute()]
     decisions = {}
     for activation in plan.activations:
         decision = rng.choices(choices, weights)[0]
-        decisions[activation.node] = Keep() if activation.mandatory and decision == Recompute() else decision
-    home, states = rng.choice([(Tier.NVME, Tier.NVME), (Tier.DEVICE, Tier.NVME), (Tier.NVME, Tier.HOST)])
-    return plan.with_decisions(decisions).with_homes(home, states)
+        decisions[activation.node] = Swap(Tier.NVME) if activation.mandatory and decision == Recompute() else decision
+    homeless = plan.with_decisions(decisions).with_homes(Tier.NVME, Tier.NVME)
+    parameters = tuple(
+        dataclasses.replace(
+            p,
+            home=Tier.DEVICE if rng.random() < parameters_stay else Tier.NVME,
+            states_home=(Tier.HOST if rng.random() < states_stay else Tier.NVME) if p.trainable else None,
+        )
+        for p in homeless.parameters
+    )
+    return dataclasses.replace(homeless, parameters=parameters)
+
+
+def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
+    """``case`` by that candidate's plan. Raises ``InfeasiblePlan``."""
+    hw, workload = HardwareProfile.load(args.hw), Workload(case.size, case.batch, case.seq)
+    options: dict[str, Any] = {"host_memory": case.host_memory, "revise": False}
+    if not name.startswith(RANDOM):
+        return streamed(workload, hw, args.nvme, policy=name, **options)
+    base = Plan.from_json(args.base.read_text())
+    for halvings in range(MOST_HALVINGS):
+        plan = drawn(base, int(name.removeprefix(RANDOM)), 0.5**halvings)
+        try:
+            return streamed(workload, hw, args.nvme, policy=SEARCHED, plan=plan, **options)
+        except InfeasiblePlan as error:
+            found = error
+    raise found
 
 
 def child(name: str, args: argparse.Namespace) -> None:
     """Train by one plan; prints its seconds, or why there are none."""
-    hw, workload = HardwareProfile.load(args.hw), Workload(args.size, args.batch, args.seq)
-    options: dict[str, Any] = {"host_memory": args.host_memory, "revise": False, "policy": name}
     try:
-        if name.startswith("random-"):
-            base = Plan.from_json(args.base.read_text())
-            options |= {"policy": SEARCHED, "plan": drawn(base, int(name.removeprefix("random-")))}
-        ours = streamed(workload, hw, args.nvme, **options)
+        ours = compiled(name, Case(**json.loads(args.case)), args)
     except InfeasiblePlan as error:
         print(json.dumps({"infeasible": str(error)}))
         return
@@ -68,75 +98,130 @@ def child(name: str, args: argparse.Namespace) -> None:
         args.base.write_text(ours.plan.to_json())
     prediction = ours.plan.prediction
     assert prediction is not None
-    seconds = []
+    seconds: list[float] = []
     for number in range(WARM_UP + args.steps):
         start_s = time.perf_counter()
         ours.step()
+        took_s = time.perf_counter() - start_s
         if number >= WARM_UP:
-            seconds.append(time.perf_counter() - start_s)
+            seconds.append(took_s)
+        elif number and took_s > 2 * args.give_up:  # the second: whatever comes, it has lost
+            seconds.append(took_s)
+            break
     lohan_fx.release(ours.model)
     print(json.dumps({"seconds": seconds, "predicted_s": prediction.step_s}))
 
 
-def trained(name: str, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", name, "--hw", str(hw), "--nvme", str(args.nvme)]
-    for option in ("size", "batch", "seq", "host_memory", "steps", "base"):
-        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def trained(name: str, case: Case, args: argparse.Namespace, give_up: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, "--case", json.dumps(vars(case)), "--give-up", str(give_up)]
+    for option in ("hw", "nvme", "steps", "base"):
+        command += [f"--{option}", str(getattr(args, option))]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        return {"infeasible": f"failed with exit status {run.returncode}", "failed": True}
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
 
 
+def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """All candidates of one case in alternating rounds, and then the finalists."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates(args.random)}
+    for number in range(args.rounds):
+        for name, runs in found.items():
+            give_up = GIVEN_UP * _fastest(found[SEARCHED])
+            lost = bool(runs) and name != SEARCHED and _fastest(runs) > give_up
+            if not lost and not any("infeasible" in run for run in runs):
+                runs.append(_told(f"round {number + 1}", name, case, args, give_up))
+    measured = _medians(found)
+    others = sorted((name for name in measured if name != SEARCHED), key=lambda name: measured[name])[:FINALISTS]
+    finals: dict[str, list[dict[str, Any]]] = {name: [] for name in (SEARCHED, *others)}
+    for number in range(args.finals):
+        for name, runs in finals.items():
+            runs.append(_told(f"finals {number + 1}", name, case, args, float("inf")))
+    args.base.unlink()
+    return _judged(case, found, finals)
+
+
+def _told(label: str, name: str, case: Case, args: argparse.Namespace, give_up: float) -> dict[str, Any]:
+    found = trained(name, case, args, give_up)
+    print(f"{label}, {case}: {name}: {found.get('seconds', found.get('infeasible'))}", file=sys.stderr, flush=True)
+    return found
+
+
+def _medians(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Of what fits: the median step."""
+    return {
+        name: statistics.median(s for run in runs for s in run["seconds"])
+        for name, runs in found.items()
+        if runs and not any("infeasible" in run for run in runs)
+    }
+
+
+def _fastest(runs: list[dict[str, Any]]) -> float:
+    return min((seconds for run in runs for seconds in run.get("seconds", ())), default=float("inf"))
+
+
+def _judged(
+    case: Case, found: dict[str, list[dict[str, Any]]], finals: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    measured, decided = _medians(found), _medians(finals) or _medians(found)
+    best = min(decided, key=lambda name: decided[name])
+    return {
+        "case": f"{case.size} {case.batch}x{case.seq} {case.host_memory}",
+        "searched_s": decided[SEARCHED], "best_s": decided[best], "best": best,
+        "ratio": decided[SEARCHED] / decided[best], "finals_s": decided, "measured_s": measured,
+        "predicted_s": {name: statistics.median(r["predicted_s"] for r in found[name]) for name in measured},
+        "infeasible": [name for name in found if name not in measured],
+        "failed": [name for name, runs in found.items() if any(run.get("failed") for run in runs)],
+        "random": sum(name.startswith(RANDOM) for name in measured),
+    }  # fmt: skip
+
+
+def distinct(numbers: str | None) -> list[Case]:
+    """The cases so numbered, or all; those that differ by their policy only once."""
+    chosen = [CASES[int(n)] for n in numbers.split(",")] if numbers else CASES
+    return list(dict.fromkeys(dataclasses.replace(case, policy=SEARCHED) for case in chosen))
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--size", choices=SIZES, default="demo6")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--host-memory", default="700MiB")
+    parser.add_argument("--cases", help="only these of prediction.py, by number, such as 1,6")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--finals", type=int, default=3)
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--child", help="internal: the plan to train by")
+    parser.add_argument("--case", help="internal: what to train")
+    parser.add_argument("--give-up", type=float, default=float("inf"), help="internal: seconds a step that have lost")
     parser.add_argument("--base", type=Path, help="internal: where the searched plan is kept")
     args = parser.parse_args()
     if args.child:
         child(args.child, args)
         return
     hw = profile(args)
-    path, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
-    hw.save(path)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates(args.random)}
-    for number in range(args.rounds):
-        for name, runs in found.items():
-            if not any("infeasible" in run for run in runs):
-                print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
-                runs.append(trained(name, args, path))
-    path.unlink()
-    args.base.unlink()
-    _report(found, args)
-
-
-def _report(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> None:
-    feasible = {name: runs for name, runs in found.items() if not any("infeasible" in run for run in runs)}
-    measured = {name: statistics.median(s for run in runs for s in run["seconds"]) for name, runs in feasible.items()}
-    best = min(measured, key=lambda name: measured[name])
-    ratio = measured[SEARCHED] / measured[best]
-    rows = [
-        (name, f"{seconds:.3f} s, predicted {statistics.median(run['predicted_s'] for run in feasible[name]):.3f}")
-        for name, seconds in sorted(measured.items(), key=lambda item: item[1])
+    args.hw, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
+    hw.save(args.hw)
+    cases = [compared(case, args) for case in distinct(args.cases)]
+    args.hw.unlink()
+    missed = [
+        f"{case['case']}: {case['ratio']:.3f}x the best plan ({case['best']}), at most {MOST_RATIO} allowed"
+        for case in cases
+        if case["ratio"] > MOST_RATIO
     ]
-    rows += [(name, "does not fit") for name in found if name not in feasible]
-    finish(
-        "better",
-        [*rows, (f"searched plan over the best ({best})", f"{ratio:.3f}x")],
-        {
-            "searched_s": measured[SEARCHED], "best_s": measured[best], "best": best, "ratio": ratio,
-            "measured_s": measured, "infeasible": [name for name in found if name not in feasible],
-            "size": args.size, "batch": args.batch, "seq": args.seq, "host_memory": args.host_memory,
-        },
-        [] if ratio <= MOST_RATIO else [f"{ratio:.3f}x the best plan ({best}), at most {MOST_RATIO} allowed"],
-        save=args.save,
-    )  # fmt: skip
+    missed += [f"{case['case']}: {name} failed" for case in cases for name in case["failed"]]
+    rows = [row for case in cases for row in _rows(case)]
+    finish("better", rows, {"ratio": max(c["ratio"] for c in cases), "cases": cases}, missed, save=args.save)
+
+
+def _rows(case: dict[str, Any]) -> list[tuple[str, str]]:
+    ranked = sorted(case["measured_s"].items(), key=lambda item: item[1])
+    rows = [(f"  {name}", f"{took_s:.3f} s, predicted {case['predicted_s'][name]:.3f}") for name, took_s in ranked]
+    head = (
+        case["case"],
+        f"searched over the best ({case['best']}): {case['ratio']:.3f}x; {case['random']} random plans",
+    )
+    rows += [(f"  finals: {name}", f"{took_s:.3f} s") for name, took_s in case["finals_s"].items()]
+    return [head, *rows, ("  do not fit", ", ".join(case["infeasible"]) or "none")]
 
 
 if __name__ == "__main__":

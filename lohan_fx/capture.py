@@ -31,6 +31,7 @@ Replan = Callable[[Request], Plan]
 class Linked(Protocol):
     """What the backend needs of the compiled model: its request, and a runtime to link graphs to."""
 
+    def capture_begins(self) -> None: ...
     def request(self) -> Request: ...
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
@@ -46,6 +47,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
         model = reference()
         assert model is not None, "a model that is gone was called"
+        model.capture_begins()
         found = shells_among(example_inputs)
         slots = range(0)
         compiled: dict[str, dict[str, Run]] = {}

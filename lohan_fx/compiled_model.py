@@ -137,9 +137,8 @@ class CompiledModel:
             self._correct()
         training = torch.is_grad_enabled()
         if training not in self._captures:
-            # What a capture takes comes on top of what is in RAM: first give back what nobody uses.
             self._captures.add(training)
-            self._give_back()
+            self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
         with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._call[training](*args, **kwargs)
 
@@ -194,6 +193,10 @@ class CompiledModel:
         original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------
+
+    def capture_begins(self) -> None:
+        """What a capture takes comes on top of what is in RAM: first give back what nobody uses."""
+        self._give_back()
 
     def request(self) -> Request:
         """What ``compile`` was asked for, the homes that the last plan gave to the parameters, and whether gradients are

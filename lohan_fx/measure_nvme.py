@@ -1,4 +1,6 @@
-"""Measures drives: what positional reads and writes from a few threads reach in a directory of each.
+"""Measures drives: what positional reads and writes reach in a directory of each, by as many threads as the runtime has.
+
+A request is what it is in training: its thread also makes the checksum of what it moves, and meanwhile asks for nothing.
 
 Guarantees: all drives are loaded at once, so their rates add up even where they share lanes; the files lose their
 names as soon as they are open, so none is left behind, not even by a killed process; a worker's error is raised in
@@ -29,13 +31,17 @@ from typing import TypeVar
 from lohan_fx import machine
 from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.hardware import NvmeProfile, RequestRate
+from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.huge_pages import map_memory
+from lohan_fx.runtime.machine import SSD_THREADS
 
 REQUEST_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
+USUAL_BYTES = 4 * 2**20
+"""Of the runtime's requests (``budgets.choose_windows``)."""
 
 _FILE_BYTES = 2**30
 _MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
-_THREADS = 4
+_THREADS = SSD_THREADS
 _STALL_S = 60.0
 _FILL_SHARE = 0.16
 _ROUNDS = 3
@@ -90,7 +96,7 @@ def measure_drives(
 ) -> tuple[NvmeProfile, ...]:
     """Rates of each directory's drive in about `seconds` altogether, for every size in `REQUEST_BYTES`.
 
-    A drive's headline rates are those of one size for all drives, the one with the best mixed total.
+    A drive's headline rates are those of ``USUAL_BYTES``: the best of several would be the one that chance favoured.
     """
     if not directories:
         return ()
@@ -109,13 +115,13 @@ def measure_drives(
     for request_bytes in REQUEST_BYTES:
         columns = [map(statistics.median, zip(*samples[request_bytes, access], strict=True)) for access in _Access]
         by_request.append([RequestRate(request_bytes, *map(rounded, row)) for row in zip(*columns, strict=True)])
-    best = max(by_request, key=lambda rates: sum(rate.mixed_bytes_per_s for rate in rates))
+    usual = by_request[REQUEST_BYTES.index(USUAL_BYTES)]
     return tuple(
         NvmeProfile(
             directory=drive.directory,
-            read_bytes_per_s=best[index].read_bytes_per_s,
-            write_bytes_per_s=best[index].write_bytes_per_s,
-            mixed_bytes_per_s=best[index].mixed_bytes_per_s,
+            read_bytes_per_s=usual[index].read_bytes_per_s,
+            write_bytes_per_s=usual[index].write_bytes_per_s,
+            mixed_bytes_per_s=usual[index].mixed_bytes_per_s,
             capacity_bytes=drive.capacity_bytes,
             by_request=tuple(rates[index] for rates in by_request),
         )
@@ -217,7 +223,11 @@ def _load(
             # Half of the threads begin with a write, so that a mix is one at every moment.
             write = access is _Access.WRITE or (access is _Access.MIXED and (turn + thread) % 2 == 1)
             offset = (turn * _THREADS + thread) * request_bytes % file_bytes
+            if write:
+                checksum(buffer)
             moved += _transfer(drive, write, buffer, offset)
+            if not write:
+                checksum(buffer)
             if stop.is_set() or time.perf_counter() - begin >= seconds:
                 break
         if not drive.direct:
