@@ -6,8 +6,9 @@ Alone means the same work: the compute lane runs the same rewritten graphs and t
 states at home in memory; the ssd lane repeats the very reads and writes of one step (same sizes, offsets, threads)
 without anybody waiting for them; the copies are repeated in the pieces in which they came. On a CPU the model and
 Adam share the cores and are one lane. Where the gap is: per stage, what compute was busy for, alone and overlapped, and
-what it waited for. Each case is a process of its own. Bar: overlapped <= 1.10x the busiest lane (medians of alternating
-rounds).
+what it waited for. What is overlapped and what is alone are processes of their own, because a model's promise is about
+its whole process; they take turns, and the one whose turn it is not sleeps. Bar: overlapped <= 1.10x the busiest lane
+(medians of alternating rounds).
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import dataclasses
 import functools
 import json
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from typing import Any
 
 import torch
 from report import arguments, finish, profile
-from workload import Streamed, Workload, alternating, streamed
+from turns import Process, serve
+from workload import Streamed, Workload, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -40,6 +40,7 @@ from lohan_fx.self_check import STAGES, StepCheck, typical
 
 MOST_RATIO = 1.10
 AMPLE_BYTES = 1 << 40
+OVERLAPPED, COMPUTE = "overlapped", "compute+cpu"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,6 @@ CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 4, 512, "2.5GiB"), Case("350
 
 Request = tuple[str, str, int, int]
 """(read or write, extent, offset, bytes)."""
-
-
-def timed(run: Callable[[], Any]) -> float:
-    start_s = time.perf_counter()
-    run()
-    return time.perf_counter() - start_s
 
 
 def trace_step(ours: Streamed) -> tuple[list[Request], list[Event]]:
@@ -131,7 +126,7 @@ def replay_copies(events: list[Event], lane: str) -> Callable[[], None]:
     return run
 
 
-def compute_alone(workload: Workload, hw: lohan_fx.HardwareProfile, plan: lohan_fx.Plan, nvme: Any) -> Streamed:
+def compute_alone(workload: Workload, hw: lohan_fx.HardwareProfile, plan: lohan_fx.Plan, nvme: Path) -> Streamed:
     """The same graphs and updates, with nothing to move."""
     at_home = dataclasses.replace(
         plan.with_homes(Tier.DEVICE, Tier.HOST), host_memory_bytes=AMPLE_BYTES, device_memory_bytes=AMPLE_BYTES
@@ -139,38 +134,57 @@ def compute_alone(workload: Workload, hw: lohan_fx.HardwareProfile, plan: lohan_
     return streamed(workload, hw, nvme, plan=at_home)
 
 
-def child(case: Case, args: argparse.Namespace) -> None:
-    """Measure one case; prints its figures as one JSON line."""
-    hw = profile(args)
+def serve_overlapped(case: Case, args: argparse.Namespace) -> None:
+    """The process in which all lanes overlap, and each but compute is alone."""
     workload = Workload(case.size, case.batch, case.seq)
-    ours = streamed(workload, hw, args.nvme / "overlapped", host_memory=case.host_memory, policy="lohan")
-    alone = compute_alone(workload, hw, ours.plan, args.nvme / "alone")
-    for step in (ours.step, alone.step):
-        step()
+    ours = streamed(workload, profile(args), args.nvme, host_memory=case.host_memory, policy="lohan", revise=False)
+    args.plan.write_text(ours.plan.to_json())
+    ours.step()
     requests, events = trace_step(ours)
     if not requests:
         sys.exit(f"{case}: that memory holds everything: nothing moves that could overlap; lower it")
     replay = Replay(ours, requests, threads=SSD_THREADS)
-    runs: dict[str, Callable[[], Any]] = {
-        "overlapped": ours.step, "compute+cpu": alone.step, "ssd": replay.run,
-        "h2d": replay_copies(events, "h2d"), "d2h": replay_copies(events, "d2h"),
-    }  # fmt: skip
-    rounds = list(alternating(args.rounds, *(lambda run=run: timed(run) for run in runs.values())))
-    medians = dict(zip(runs, (statistics.median(times) for times in zip(*rounds, strict=True)), strict=True))
-    stages = {name: typical(compiled(run.model).checks.steps) for name, run in (("overlapped", ours), ("alone", alone))}
-    for model in (ours.model, alone.model):
-        lohan_fx.release(model)
-    overlapped_s = medians.pop("overlapped")
+    copies = {lane: replay_copies(events, lane) for lane in ("h2d", "d2h")}
+    assert ours.plan.prediction is not None
+    runs: dict[str, Callable[[], Any]] = {OVERLAPPED: ours.step, "ssd": replay.run, **copies}
+    serve(runs, {"predicted_s": ours.plan.prediction.step_s}, functools.partial(stages_of, ours))
+
+
+def serve_alone(case: Case, args: argparse.Namespace) -> None:
+    """The process in which compute and the updates are alone."""
+    plan = lohan_fx.Plan.from_json(args.plan.read_text())
+    ours = compute_alone(Workload(case.size, case.batch, case.seq), profile(args), plan, args.nvme)
+    ours.step()
+    serve({COMPUTE: ours.step}, end=functools.partial(stages_of, ours))
+
+
+def stages_of(ours: Streamed) -> dict[str, Any]:
+    """Its typical step; the model is released."""
+    found = dataclasses.asdict(typical(compiled(ours.model).checks.steps))
+    lohan_fx.release(ours.model)
+    return found
+
+
+def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
+    """One case."""
+
+    def process(role: str) -> Process:
+        command = [__file__, "--child", role, "--case", json.dumps(vars(case)), "--hw", str(hw)]
+        return Process([*command, "--nvme", str(args.nvme / role), "--plan", str(args.nvme / "plan.json")])
+
+    overlapped, alone = process("overlapped"), process("alone")
+    servers = {OVERLAPPED: overlapped, COMPUTE: alone, "ssd": overlapped, "h2d": overlapped, "d2h": overlapped}
+    rounds = [[server.run(name) for name, server in servers.items()] for _ in range(args.rounds)]
+    stages = gaps(StepCheck(**overlapped.end()), StepCheck(**alone.end()))
+    medians = dict(zip(servers, (statistics.median(times) for times in zip(*rounds, strict=True)), strict=True))
+    overlapped_s = medians.pop(OVERLAPPED)
     busiest = max(medians, key=lambda lane: medians[lane])
-    prediction = ours.plan.prediction
-    assert prediction is not None
-    figures = {
+    return {
         **vars(case), "serial_s": sum(medians.values()), "overlapped_s": overlapped_s,
         "busiest_lane_s": medians[busiest], "lanes": medians, "busiest_lane": busiest,
         "ratio": statistics.median(times[0] / max(times[1:]) for times in rounds), "rounds": rounds,
-        "predicted_s": prediction.step_s, "stages": gaps(stages["overlapped"], stages["alone"]),
+        **overlapped.said, "stages": stages,
     }  # fmt: skip
-    print(json.dumps(figures))
 
 
 def gaps(overlapped: StepCheck, alone: StepCheck) -> dict[str, dict[str, float]]:
@@ -186,23 +200,16 @@ def gaps(overlapped: StepCheck, alone: StepCheck) -> dict[str, dict[str, float]]
     }
 
 
-def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", json.dumps(vars(case)), "--rounds", str(args.rounds)]
-    run = subprocess.run(
-        [*command, "--hw", str(hw), "--nvme", str(args.nvme)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--cases", help="only these, by number, such as 0,2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", help="internal: the measured process")
+    parser.add_argument("--child", choices=CHILDREN, help="internal: which of the measured processes")
+    parser.add_argument("--case", help="internal: what it measures")
+    parser.add_argument("--plan", type=Path, help="internal: where the plan of both is kept")
     args = parser.parse_args()
     if args.child:
-        child(Case(**json.loads(args.child)), args)
+        CHILDREN[args.child](Case(**json.loads(args.case)), args)
         return
     hw = profile(args)
     path = args.nvme / "profile.toml"
@@ -210,6 +217,7 @@ def main() -> None:
     chosen = [CASES[int(n)] for n in args.cases.split(",")] if args.cases else CASES
     cases = [measured(case, args, path) for case in chosen]
     path.unlink()
+    (args.nvme / "plan.json").unlink()
     rows = [row for case, found in zip(chosen, cases, strict=True) for row in _rows(case, found)]
     missed = [
         f"{case}: {found['ratio']:.3f}x the busiest lane, at most {MOST_RATIO} allowed"
@@ -234,6 +242,9 @@ def _rows(case: Case, found: dict[str, Any]) -> list[tuple[str, str]]:
         )
         for stage, at in found["stages"].items()
     ]
+
+
+CHILDREN = {"overlapped": serve_overlapped, "alone": serve_alone}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""turns: measured processes that take turns, a run at a time; the ones whose turn it is not sleep.
+
+A model's promise is about its whole process: two compiled models in one would count against each other's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def serve(runs: Mapping[str, Callable[[], Any]], said: Any = None, end: Callable[[], Any] = lambda: None) -> None:
+    """In the measured process: say that it is ready (and ``said``), run and time what is asked for, a line of stdin each, and
+    say what ``end`` returns when nothing more is. Answers are JSON lines."""
+    print(json.dumps(said), flush=True)
+    for line in sys.stdin:
+        start_s = time.perf_counter()
+        runs[line.strip()]()
+        print(json.dumps(time.perf_counter() - start_s), flush=True)
+    print(json.dumps(end()), flush=True)
+
+
+class Process:
+    """A child that serves. ``said``: what it said when it was ready."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.said = self._answer()
+
+    def run(self, name: str) -> float:
+        """Its seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def end(self) -> Any:
+        """What it says at its end; it is over."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        found = self._answer()
+        self._process.wait()
+        return found
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"a measured process ended with status {self._process.wait()}")
+        return json.loads(line)
