@@ -68,14 +68,20 @@ class Checksums:
     def off(self) -> Iterator[None]:
         """What is written in here has no checksum that is known, and so nothing is compared."""
         self._use(lambda data: None)
-        begin, check = scratch_sums.ScratchSums.end_write, scratch_sums.ScratchSums.check
-        scratch_sums.ScratchSums.end_write = lambda *args: None  # type: ignore[method-assign]
-        scratch_sums.ScratchSums.check = lambda *args: None  # type: ignore[method-assign]
+        methods = (
+            (scratch_sums.ScratchSums, "end_write"),
+            (scratch_sums.ScratchSums, "check"),
+            (generations.Generations, "_check"),  # of what was written before
+        )
+        originals = [getattr(owner, name) for owner, name in methods]
+        for owner, name in methods:
+            setattr(owner, name, lambda *args: None)
         try:
             yield
         finally:
             self._use(self._timed)
-            scratch_sums.ScratchSums.end_write, scratch_sums.ScratchSums.check = begin, check  # type: ignore[method-assign]
+            for (owner, name), original in zip(methods, originals, strict=True):
+                setattr(owner, name, original)
 
 
 class SyncTimer:
