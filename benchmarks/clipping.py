@@ -45,7 +45,8 @@ def child(args: argparse.Namespace) -> None:
         engine.before_reading()
 
     steps()
-    serve({args.child: steps}, end=lambda: lohan_fx.release(model))
+    serve({args.child: steps})
+    lohan_fx.release(model)
 
 
 def main() -> None:

@@ -12,16 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+MARK = "answer: "
+
 
 def serve(runs: Mapping[str, Callable[[], Any]], said: Any = None, end: Callable[[], Any] = lambda: None) -> None:
     """In the measured process: say that it is ready (and ``said``), run and time what is asked for, a line of stdin each, and
-    say what ``end`` returns when nothing more is. Answers are JSON lines."""
-    print(json.dumps(said), flush=True)
+    say what ``end`` returns when nothing more is. Answers are lines of JSON behind ``MARK``: libraries print, too."""
+    _answer(said)
     for line in sys.stdin:
         start_s = time.perf_counter()
         runs[line.strip()]()
-        print(json.dumps(time.perf_counter() - start_s), flush=True)
-    print(json.dumps(end()), flush=True)
+        _answer(time.perf_counter() - start_s)
+    _answer(end())
+
+
+def _answer(found: Any) -> None:
+    print(f"{MARK}{json.dumps(found)}", flush=True)
 
 
 class Process:
@@ -50,7 +56,7 @@ class Process:
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"a measured process ended with status {self._process.wait()}")
-        return json.loads(line)
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        sys.exit(f"a measured process ended with status {self._process.wait()}")
