@@ -5,6 +5,7 @@ A model's promise is about its whole process: two compiled models in one would c
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -37,6 +38,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        atexit.register(self._process.kill)  # whatever becomes of us, nothing of ours disturbs the next benchmark
         self.said = self._answer()
 
     def run(self, name: str) -> float:
