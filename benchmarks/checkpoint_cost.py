@@ -68,7 +68,7 @@ class Checksums:
     def off(self) -> Iterator[None]:
         """What is written in here has no checksum that is known, and so nothing is compared."""
         self._use(lambda data: None)
-        methods = (
+        methods: tuple[tuple[type, str], ...] = (
             (scratch_sums.ScratchSums, "end_write"),
             (scratch_sums.ScratchSums, "check"),
             (generations.Generations, "_check"),  # of what was written before
