@@ -4,14 +4,17 @@
 
 Each case is a process of its own: it compiles, predicts, and only then trains. Rounds alternate over all cases; the
 median of all steps counts, the first two of each process (warming up) left out. The drives are measured again before
-each: here their rates drift by a third within minutes, and what is judged is the prediction from known rates. Bars: step
-time within 10% in at least 10 of 12 cases and none beyond 20%; bytes exact; peak RSS within 5%.
+each: here their rates drift by a third within minutes, and what is judged is the prediction from known rates. The
+processor drifts, too: how much slower or faster the same few ops were around the steps than around the capture, which
+times the graph's, is shown beside each error ("drift") and changes none. Bars: step time within 10% in at least 10 of 12
+cases and none beyond 20%; bytes exact; peak RSS within 5%.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from report import arguments, finish, profile
 from workload import Workload, memory_bytes, streamed
 
@@ -34,6 +38,7 @@ RSS_WITHIN = 0.05
 WARM_UP = 2
 DRIVES_S = 6.0
 """For measuring the drives before each case."""
+PACE_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,26 @@ CASES = (
 )
 
 
+def ops_per_s() -> float:
+    """How often the processor does a few ops like those of a transformer in a second, now."""
+    x, weight = torch.randn(512, 768).bfloat16(), torch.randn(768, 2048).bfloat16()
+    begin_s = time.perf_counter()
+    for count in itertools.count(1):
+        y = x @ weight
+        torch.nn.functional.silu(y).mul_(y)
+        if (took_s := time.perf_counter() - begin_s) > PACE_S:
+            return count / took_s
+    raise AssertionError("unreachable")
+
+
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile, predict, train; prints its figures as one JSON line."""
     hw = HardwareProfile.load(args.hw)
     hw = dataclasses.replace(hw, nvme=drives_beside_compute([str(args.nvme)], hw.device, DRIVES_S, lambda label: None))
     workload = Workload(case.size, case.batch, case.seq)
+    at_capture = [ops_per_s()]
     ours = streamed(workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
+    at_capture.append(ops_per_s())
     engine = compiled(ours.model).engine
     prediction, store = ours.plan.prediction, engine.store
     assert prediction is not None
@@ -80,6 +99,7 @@ def child(case: Case, args: argparse.Namespace) -> None:
     for _ in range(WARM_UP):
         ours.step()
     engine.before_reading()  # updates that run beside the next forward belong to the step before
+    at_steps = [ops_per_s()]
     read, written = store.bytes_read, store.bytes_written
     monitor.step()
     lanes = []
@@ -91,7 +111,9 @@ def child(case: Case, args: argparse.Namespace) -> None:
     report = monitor.memory()
     print(report, file=sys.stderr, flush=True)
     engine.before_reading()
+    at_steps.append(ops_per_s())
     figures = {
+        "drift": statistics.mean(at_capture) / statistics.mean(at_steps) - 1,
         "predicted_s": prediction.step_s,
         "simulated_s": simulation.step_s,
         "seconds": seconds,
@@ -141,6 +163,7 @@ def judged(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted_peak_rss_bytes": statistics.median(found["predicted_peak_rss_bytes"] for found in rounds),
         "peak_rss_bytes": statistics.median(found["peak_rss_bytes"] for found in rounds),
         "bytes_exact": all(found["bytes"] == found["predicted_bytes"] for found in rounds),
+        "drift": statistics.median(found["drift"] for found in rounds),
         "rounds": rounds,
     }
     row["error"] = row["predicted_s"] / took_s - 1
@@ -176,8 +199,9 @@ def main() -> None:
 def _row(case: dict[str, Any]) -> tuple[str, str]:
     return case["case"], (
         f"{case['measured_s']:.2f} s; formula {case['predicted_s']:.2f} ({case['error']:+.0%}), simulated "
-        f"{case['simulated_s']:.2f} ({case['simulated_error']:+.0%}); RSS {case['peak_rss_bytes'] / 1e9:.2f} GB "
-        f"({case['rss_error']:+.0%}); bytes {'exact' if case['bytes_exact'] else 'DIFFER'}"
+        f"{case['simulated_s']:.2f} ({case['simulated_error']:+.0%}), drift {case['drift']:+.0%}; "
+        f"RSS {case['peak_rss_bytes'] / 1e9:.2f} GB ({case['rss_error']:+.0%}); "
+        f"bytes {'exact' if case['bytes_exact'] else 'DIFFER'}"
     )
 
 
