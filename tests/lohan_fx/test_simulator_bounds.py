@@ -80,7 +80,9 @@ def test_never_below_the_formula(
     device: str, h2d: float, d2h: float, adam: float, read: float, write: float, memory: float, node_s: float
 ) -> None:
     """Lane by lane over the whole step. Stage by stage on a CPU where nothing is swapped: what a swap leaves for later
-    the formula counts in the forward, and the thread that launches a GPU's work begins the backward before its time."""
+    the formula counts in the forward, and the thread that launches a GPU's work begins the backward before its time.
+
+    What compute waits for is a bound within ``NEGLIGIBLE`` (``step_ends``), what the lanes do is one to rounding."""
     hw = machine(
         h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, adam_parameters_per_s=adam, host_memory_bytes_per_s=memory,
         nvme=(drive(read, write),),
@@ -93,14 +95,17 @@ def test_never_below_the_formula(
         work = traffic(halves, plan, lambda c: 0.0 if c.is_view else node_s)
         on = dataclasses.replace(hw, device=device)
         step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
+        almost, nearly = 1 - 1e-8, 1 - NEGLIGIBLE
+        waits = cost.backward_stage(work, apart)
+        work = dataclasses.replace(work, blocking_read_bytes=0, blocking_write_bytes=0)
         forward, backward = cost.forward_stage(work, apart), cost.backward_stage(work, apart)
         after = cost.optimizer_stage(work, apart)
-        almost = 1 - 1e-6
         if device == "cpu" and not work.swapped_bytes:
             assert step.forward_s >= forward.seconds * almost
-            assert step.backward_s + step.tail_s >= backward.seconds * almost
+            assert step.backward_s + step.tail_s >= max(backward.seconds * almost, waits.seconds * nearly)
             ends = max(backward.lanes_s["compute"], backward.lanes_s["ssd"]) + after.lanes_s.get("ssd", 0.0)
-            assert step.backward_s + step.tail_s >= (1 - NEGLIGIBLE) * ends * almost
+            assert step.backward_s + step.tail_s >= nearly * ends
+        assert step.step_s >= nearly * (forward.lanes_s["compute"] + waits.lanes_s["compute"])
         for name in ("compute", "ssd", "cpu", *(("h2d", "d2h") if device == "cuda" else ())):
             stages = (forward, backward, after)
             assert step.step_s >= sum(stage.lanes_s.get(name, 0.0) for stage in stages) * almost
