@@ -82,7 +82,8 @@ def test_never_below_the_formula(
     """Lane by lane over the whole step. Stage by stage on a CPU where nothing is swapped: what a swap leaves for later
     the formula counts in the forward, and the thread that launches a GPU's work begins the backward before its time.
 
-    What compute waits for is a bound within ``NEGLIGIBLE`` (``step_ends``), what the lanes do is one to rounding."""
+    What a CPU's compute waits for is a bound within ``NEGLIGIBLE`` (``step_ends``); beside a GPU the thread waits that
+    launches, and what it has launched goes on meanwhile. What the lanes do is one to rounding."""
     hw = machine(
         h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, adam_parameters_per_s=adam, host_memory_bytes_per_s=memory,
         nvme=(drive(read, write),),
@@ -105,7 +106,8 @@ def test_never_below_the_formula(
             assert step.backward_s + step.tail_s >= max(backward.seconds * almost, waits.seconds * nearly)
             ends = max(backward.lanes_s["compute"], backward.lanes_s["ssd"]) + after.lanes_s.get("ssd", 0.0)
             assert step.backward_s + step.tail_s >= nearly * ends
-        assert step.step_s >= nearly * (forward.lanes_s["compute"] + waits.lanes_s["compute"])
+        if device == "cpu":
+            assert step.step_s >= nearly * (forward.lanes_s["compute"] + waits.lanes_s["compute"])
         for name in ("compute", "ssd", "cpu", *(("h2d", "d2h") if device == "cuda" else ())):
             stages = (forward, backward, after)
             assert step.step_s >= sum(stage.lanes_s.get(name, 0.0) for stage in stages) * almost
