@@ -2,8 +2,8 @@
 
     python benchmarks/better.py [--cases 1,6 --random 20 --rounds 1] [--save]
 
-The models, batches and limits are those of ``prediction.py``, by number. Every candidate trains in a process of its own,
-the searched plan's once more after all others: all keep, all swap, all recompute, every policy that this runtime runs,
+The models, batches and limits are those of ``prediction.py``, by number. Every candidate trains in a process of its own:
+the searched plan, all keep, all swap, all recompute, every policy that this runtime runs,
 and ``--random`` random feasible plans (what is done with each activation, and which parameters and states stay in memory,
 drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
 candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty

@@ -67,15 +67,12 @@ def main() -> None:
     options = ["--hw", str(path)]
     for name in ("size", "batch", "seq", "steps", "host_memory"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    processes = [
-        Process([__file__, "--child", name, "--nvme", str(args.nvme / name), *options]) for name in (PLAIN, CLIPPED)
-    ]
-    names = (PLAIN, CLIPPED)
-    rounds = [
-        [process.run(name) / args.steps for name, process in zip(names, processes, strict=True)]
-        for _ in range(args.rounds)
-    ]
-    for process in processes:
+    processes = {
+        name: Process([__file__, "--child", name, "--nvme", str(args.nvme / name), *options])
+        for name in (PLAIN, CLIPPED)
+    }
+    rounds = [[process.run(name) / args.steps for name, process in processes.items()] for _ in range(args.rounds)]
+    for process in processes.values():
         process.end()
     path.unlink()
     without_s, with_s = (statistics.median(times) for times in zip(*rounds, strict=True))

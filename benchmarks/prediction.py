@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
@@ -24,14 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from report import arguments, finish, profile
 from workload import Workload, memory_bytes, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.measure_contention import drives_beside_compute
+from lohan_fx.measure_contention import drives_beside_compute, few_ops, runs_per_s
 
 WITHIN, MOST, OF = 0.10, 0.20, 10 / 12
 RSS_WITHIN = 0.05
@@ -39,6 +37,7 @@ WARM_UP = 2
 DRIVES_S = 6.0
 """For measuring the drives before each case."""
 PACE_S = 0.4
+"""For seeing how fast the processor is now."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +68,14 @@ CASES = (
 )
 
 
-def ops_per_s() -> float:
-    """How often the processor does a few ops like those of a transformer in a second, now."""
-    x, weight = torch.randn(512, 768).bfloat16(), torch.randn(768, 2048).bfloat16()
-    begin_s = time.perf_counter()
-    for count in itertools.count(1):
-        y = x @ weight
-        torch.nn.functional.silu(y).mul_(y)
-        if (took_s := time.perf_counter() - begin_s) > PACE_S:
-            return count / took_s
-    raise AssertionError("unreachable")
-
-
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile, predict, train; prints its figures as one JSON line."""
     hw = HardwareProfile.load(args.hw)
     hw = dataclasses.replace(hw, nvme=drives_beside_compute([str(args.nvme)], hw.device, DRIVES_S, lambda label: None))
     workload = Workload(case.size, case.batch, case.seq)
-    at_capture = [ops_per_s()]
+    at_capture = [runs_per_s(few_ops(), PACE_S)]
     ours = streamed(workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
-    at_capture.append(ops_per_s())
+    at_capture.append(runs_per_s(few_ops(), PACE_S))
     engine = compiled(ours.model).engine
     prediction, store = ours.plan.prediction, engine.store
     assert prediction is not None
@@ -99,7 +86,7 @@ def child(case: Case, args: argparse.Namespace) -> None:
     for _ in range(WARM_UP):
         ours.step()
     engine.before_reading()  # updates that run beside the next forward belong to the step before
-    at_steps = [ops_per_s()]
+    at_steps = [runs_per_s(few_ops(), PACE_S)]
     read, written = store.bytes_read, store.bytes_written
     monitor.step()
     lanes = []
@@ -111,7 +98,7 @@ def child(case: Case, args: argparse.Namespace) -> None:
     report = monitor.memory()
     print(report, file=sys.stderr, flush=True)
     engine.before_reading()
-    at_steps.append(ops_per_s())
+    at_steps.append(runs_per_s(few_ops(), PACE_S))
     figures = {
         "drift": statistics.mean(at_capture) / statistics.mean(at_steps) - 1,
         "predicted_s": prediction.step_s,

@@ -55,7 +55,7 @@ def drives_beside_compute(
     stop = threading.Event()
 
     def compute() -> None:
-        run = _compute()
+        run = few_ops()
         while not stop.is_set():
             run()
 
@@ -72,7 +72,7 @@ def drives_beside_compute(
 def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
     """Seconds that one request of ``nbytes`` costs compute."""
     window_s = seconds / (2 * ROUNDS)
-    compute, threads = _compute(), torch.get_num_threads()
+    compute, threads = few_ops(), torch.get_num_threads()
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
         NvmeStore([Path(place)]) as store,
@@ -84,12 +84,12 @@ def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
         torch.set_num_threads(threads)  # what a lane's thread says is partly said for the process
         found = []
         for _ in range(ROUNDS):
-            alone = _runs_per_s(compute, window_s)
+            alone = runs_per_s(compute, window_s)
             stop = threading.Event()
             begun_s = time.perf_counter()
             offsets = range(0, SSD_THREADS * nbytes, nbytes)
             works = [lane.submit(partial(_requests, store, pool, offset, nbytes, stop)) for offset in offsets]
-            runs = _runs_per_s(compute, window_s)
+            runs = runs_per_s(compute, window_s)
             stop.set()
             requests = sum(work.wait() for work in works)
             took_s = time.perf_counter() - begun_s
@@ -109,7 +109,7 @@ def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: 
     raise AssertionError("unreachable")
 
 
-def _compute() -> Callable[[], object]:
+def few_ops() -> Callable[[], object]:
     """A few ops as in a transformer's block: a matmul, and pointwise ones on what it gives."""
     rows, width, wide = 512, 768, 2048
     x, weight = (torch.randn(shape).bfloat16() for shape in ((rows, width), (width, wide)))
@@ -122,7 +122,8 @@ def _compute() -> Callable[[], object]:
     return run
 
 
-def _runs_per_s(run: Callable[[], object], seconds: float) -> float:
+def runs_per_s(run: Callable[[], object], seconds: float) -> float:
+    """How often a second ``run`` is done, tried for ``seconds``."""
     begun_s = time.perf_counter()
     for count in itertools.count(1):
         run()
