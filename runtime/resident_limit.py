@@ -3,9 +3,11 @@
 Activations of many sizes come and go among those that stay, and what was freed in between counts as resident until the
 C library is asked to return it. That takes milliseconds, so it is asked only where the limit is passed.
 
-Guarantees: a look costs microseconds below the limit; above it, and with nothing to give back, it asks again only after
-``STEP_BYTES`` more. What the graph takes until the next look counts as taken already (``begin``): a loss over a large
-vocabulary takes a GB between two parameters.
+Guarantees: a look costs microseconds below the limit. Above it, it asks again only after ``STEP_BYTES`` more, and after
+twice as much each time that it asked in vain again: where others in the process took memory, the limit is passed for good.
+So it is not asked while the process grows by as much as it is beyond the limit, with all given back, and ``STEP_BYTES``;
+where giving back helps, or below the limit, the first step counts again. What the graph takes until the next look counts as
+taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import mmap
 from collections.abc import Callable, Mapping
 
 STEP_BYTES = 16 << 20
+IN_VAIN_BYTES = STEP_BYTES // 2
+"""Who gave back less gave back in vain."""
 
 Rises = Mapping[int | None, int]
 """Slot whose fetch or gradient is looked at (None: the graph's beginning) -> bytes that the graph takes at the most, beyond
@@ -27,6 +31,7 @@ class ResidentLimit:
         self._limit_bytes = limit_bytes
         self._give_back = give_back
         self._again_bytes = 0
+        self._step_bytes = STEP_BYTES
         self._rises: Rises = {}
 
     def begin(self, rises: Rises) -> None:
@@ -38,10 +43,19 @@ class ResidentLimit:
         if self._limit_bytes is None:
             return
         rise_bytes = self._rises.get(slot, 0)
-        if resident_bytes() + rise_bytes <= max(self._limit_bytes, self._again_bytes):
+        before_bytes = resident_bytes()
+        if before_bytes + rise_bytes <= self._limit_bytes:
+            self._step_bytes = STEP_BYTES
+        if before_bytes + rise_bytes <= max(self._limit_bytes, self._again_bytes):
             return
         self._give_back()
-        self._again_bytes = resident_bytes() + rise_bytes + STEP_BYTES
+        after_bytes = resident_bytes()
+        in_vain = before_bytes - after_bytes < IN_VAIN_BYTES
+        if not in_vain:
+            self._step_bytes = STEP_BYTES
+        self._again_bytes = after_bytes + rise_bytes + self._step_bytes
+        if in_vain:
+            self._step_bytes *= 2
 
 
 def resident_bytes() -> int:

@@ -27,6 +27,64 @@ def test_it_asks_above_the_limit_and_again_only_after_more(monkeypatch: pytest.M
     assert asked == [LIMIT + (4 << 20), LIMIT + STEP_BYTES + (4 << 20)]
 
 
+class Heap:
+    """Bytes in use, holes, and how often they were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used, self.holes, self.asked = LIMIT, 0, 0
+        monkeypatch.setattr(resident_limit, "resident_bytes", lambda: self.used + self.holes)
+        self.limit = ResidentLimit(LIMIT, self._give_back)
+
+    def _give_back(self) -> None:
+        self.asked += 1
+        self.holes = 0
+
+    def looks(self, *, used: int = 0, holes: int = 0, times: int) -> int:
+        """Grow by so much ``times`` times, with a look after each; how often holes were asked for."""
+        before = self.asked
+        for _ in range(times):
+            self.used, self.holes = self.used + used, self.holes + holes
+            self.limit.look(None)
+        return self.asked - before
+
+
+def test_it_asks_ever_more_rarely_where_the_limit_is_passed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    assert heap.looks(used=1 << 20, times=1024) == 7, "at 1, 18, 51, 116, 245, 502 and 1015 MiB"
+
+
+def test_what_helps_is_asked_for_at_every_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap.looks(used=1 << 20, times=64)
+    heap.looks(holes=1 << 20, times=64)
+    assert heap.holes < STEP_BYTES
+    before = heap.asked
+    for _ in range(512):
+        heap.looks(holes=1 << 20, times=1)
+        assert heap.holes <= STEP_BYTES
+    assert heap.asked - before == 512 // 17
+
+
+@pytest.mark.parametrize("beyond", [0, 20 << 20, 100 << 20, 500 << 20])
+def test_holes_stay_below_what_is_beyond_the_limit(monkeypatch: pytest.MonkeyPatch, beyond: int) -> None:
+    heap = Heap(monkeypatch)
+    heap.looks(used=1 << 20, times=beyond >> 20)
+    for _ in range(1024):
+        heap.looks(holes=1 << 20, times=1)
+        assert heap.holes <= beyond + STEP_BYTES
+
+
+def test_below_the_limit_the_first_step_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap.looks(used=1 << 20, times=200)
+    heap.used = LIMIT - (1 << 20)
+    heap.looks(times=1)
+    heap.used = LIMIT + (245 << 20)
+    assert heap.looks(times=1) == 1
+    assert heap.looks(used=1 << 20, times=STEP_BYTES >> 20) == 0
+    assert heap.looks(used=1 << 20, times=1) == 1
+
+
 def test_what_comes_until_the_next_look_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [LIMIT // 2]
     asked: list[int] = []
