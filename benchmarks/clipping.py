@@ -1,96 +1,130 @@
-"""What clipping by the global norm costs: seconds per step with and without it, in alternating rounds.
+"""What clipping by the global norm costs: seconds per step with and without it, in alternating turns.
 
-    python benchmarks/clipping.py [--size demo --batch 4 --seq 128 --rounds 5] [--save]
+    python benchmarks/clipping.py [--cases 0,1 --rounds 3 --steps 4] [--save]
+    python benchmarks/clipping.py --size demo --batch 4 --seq 128 --host-memory 1GiB
 
-Each is a process of its own. With clipping, updates run beside the next forward and may outlast the step; so a round is
-several steps and then a wait until every update is in place, which counts. Bar: 1.10x the step without.
+Each is a process of its own. With clipping, updates run beside the next forward. So a turn is one step that is not timed,
+``--steps`` that are, and a wait, not timed, until every update is in place: each timed step has the updates of its
+predecessor beside its forward, as in training, and nothing of one process runs in the turn of the other. The same turn
+without clipping. Prediction and simulation, of the same steady state, were made before the first step. Bar: 1.10x the step
+without, in every case.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from report import arguments, finish, profile
 from turns import Process, serve
-from workload import LR, SIZES, Workload
+from workload import SIZES, Case, chosen, streamed
 
 import lohan_fx
-from lohan_fx.compile import compiled
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.self_check import STAGES
 
 MAX_NORM = 1.0
 MOST_RATIO = 1.10
 CLIPPED, PLAIN = "with", "without"
+CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 4, 512, "2.5GiB"))
 
 
-def child(args: argparse.Namespace) -> None:
-    """Train with or without clipping, several steps whenever asked."""
-    clips, workload = args.child == CLIPPED, Workload(args.size, args.batch, args.seq)
-    model, tokens = workload.build(), workload.tokens()
-    args.nvme.mkdir(parents=True, exist_ok=True)
-    hw = HardwareProfile.load(args.hw)
-    lohan_fx.compile(model, hw, nvme=[args.nvme], host_memory=args.host_memory, hold_gradients=clips, revise=False)
-    optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
-    engine = compiled(model).engine
+def child(case: Case, args: argparse.Namespace) -> None:
+    """Train with or without clipping, step by step as asked."""
+    max_norm = MAX_NORM if args.child == CLIPPED else None
+    hw = profile(args)
+    ours = streamed(case.workload, hw, args.nvme, max_norm=max_norm, host_memory=case.host_memory, revise=False)
+    assert ours.plan.prediction is not None
+    expected = {"predicted_s": ours.plan.prediction.step_s, "simulated_s": lohan_fx.simulate(ours.model).step_s}
+    ours.step()
+    serve({"step": ours.step, "drain": ours.drain}, expected, ours.end)
 
-    def steps() -> None:
-        for _ in range(args.steps):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            if clips:
-                lohan_fx.clip_grad_norm_(model, MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.before_reading()
 
-    steps()
-    serve({args.child: steps})
-    lohan_fx.release(model)
+def turn_s(process: Process, steps: int) -> float:
+    """Seconds per step of one turn."""
+    process.run("step")
+    seconds = [process.run("step") for _ in range(steps)]
+    process.run("drain")
+    return sum(seconds) / steps
+
+
+def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
+    """One case."""
+
+    def process(name: str) -> Process:
+        command = [__file__, "--child", name, "--case", json.dumps(vars(case)), "--hw", str(hw)]
+        return Process([*command, "--nvme", str(args.nvme / name)])
+
+    processes = {name: process(name) for name in (PLAIN, CLIPPED)}
+    rounds = [[turn_s(process, args.steps) for process in processes.values()] for _ in range(args.rounds)]
+    without_s, with_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return {
+        **vars(case), "without_s": without_s, "with_s": with_s,
+        "ratio": statistics.median(clipped / plain for plain, clipped in rounds), "rounds": rounds,
+        "expected": {name: process.said for name, process in processes.items()},
+        "stages": {name: process.end() for name, process in processes.items()},
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--cases", help="only these, by number, such as 0")
+    parser.add_argument("--size", choices=SIZES, help="a case of one's own instead, with the three that follow")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="steps per round")
     parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per turn")
     parser.add_argument("--child", choices=(CLIPPED, PLAIN), help="internal: the measured process")
+    parser.add_argument("--case", help="internal: what it measures")
     args = parser.parse_args()
     if args.child:
-        child(args)
+        child(Case(**json.loads(args.case)), args)
         return
+    if args.cases and args.size:
+        parser.error("--cases names known cases, --size one of your own: give one of them")
+    own = Case(args.size, args.batch, args.seq, args.host_memory) if args.size else None
+    asked = [own] if own else chosen(CASES, args.cases)
     hw, path = profile(args), args.nvme / "profile.toml"
     hw.save(path)
-    options = ["--hw", str(path)]
-    for name in ("size", "batch", "seq", "steps", "host_memory"):
-        options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    processes = {
-        name: Process([__file__, "--child", name, "--nvme", str(args.nvme / name), *options])
-        for name in (PLAIN, CLIPPED)
-    }
-    rounds = [[process.run(name) / args.steps for name, process in processes.items()] for _ in range(args.rounds)]
-    for process in processes.values():
-        process.end()
+    cases = [measured(case, args, path) for case in asked]
     path.unlink()
-    without_s, with_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-    ratio = statistics.median(clipped / plain for plain, clipped in rounds)
     finish(
         "clipping",
-        [
-            ("without clipping", f"{without_s:.3f} s per step"),
-            ("with clipping", f"{with_s:.3f} s per step"),
-            ("ratio", f"{ratio:.3f}x"),
-        ],
+        [row for case, found in zip(asked, cases, strict=True) for row in _rows(case, found)],
         {
-            "without_s": without_s, "with_s": with_s, "ratio": ratio, "rounds": rounds, "steps": args.steps,
-            "size": args.size, "batch": args.batch, "seq": args.seq, "threads": torch.get_num_threads(),
+            "ratio": max(found["ratio"] for found in cases), "steps": args.steps,
+            "threads": torch.get_num_threads(), "cases": cases,
         },
-        [] if ratio <= MOST_RATIO else [f"{ratio:.3f}x the step without clipping, at most {MOST_RATIO} allowed"],
+        _missed(asked, cases),
         save=args.save,
     )  # fmt: skip
+
+
+def _rows(case: Case, found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [(str(case), f"{found['ratio']:.3f}x the step without clipping")]
+    for name in (PLAIN, CLIPPED):
+        expected, stages = found["expected"][name], found["stages"][name]["stages_s"]
+        rows.append(
+            (
+                f"  {name} clipping",
+                f"{found[f'{name}_s']:.3f} s per step, predicted {expected['predicted_s']:.3f}, simulated "
+                f"{expected['simulated_s']:.3f}; {', '.join(f'{stage} {stages[stage]:.3f}' for stage in STAGES)}",
+            )
+        )
+    return rows
+
+
+def _missed(asked: Sequence[Case], cases: Sequence[dict[str, Any]]) -> list[str]:
+    return [
+        f"{case}: {found['ratio']:.3f}x the step without clipping, at most {MOST_RATIO} allowed"
+        for case, found in zip(asked, cases, strict=True)
+        if found["ratio"] > MOST_RATIO
+    ]
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from report import arguments, finish, profile
 from turns import Process, serve
-from workload import Streamed, Workload, streamed
+from workload import Case, Streamed, Workload, chosen, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -36,22 +35,11 @@ from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.timeline import Event
-from lohan_fx.self_check import STAGES, StepCheck, typical
+from lohan_fx.self_check import STAGES, StepCheck
 
 MOST_RATIO = 1.10
 AMPLE_BYTES = 1 << 40
 OVERLAPPED, COMPUTE = "overlapped", "compute+cpu"
-
-
-@dataclass(frozen=True)
-class Case:
-    size: str
-    batch: int
-    seq: int
-    host_memory: str
-
-    def __str__(self) -> str:
-        return f"{self.size} {self.batch}x{self.seq} {self.host_memory}"
 
 
 CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 4, 512, "2.5GiB"), Case("350m", 1, 128, "2.5GiB"))
@@ -136,8 +124,7 @@ def compute_alone(workload: Workload, hw: lohan_fx.HardwareProfile, plan: lohan_
 
 def serve_overlapped(case: Case, args: argparse.Namespace) -> None:
     """The process in which all lanes overlap, and each but compute is alone."""
-    workload = Workload(case.size, case.batch, case.seq)
-    ours = streamed(workload, profile(args), args.nvme, host_memory=case.host_memory, policy="lohan", revise=False)
+    ours = streamed(case.workload, profile(args), args.nvme, host_memory=case.host_memory, policy="lohan", revise=False)
     args.plan.write_text(ours.plan.to_json())
     ours.step()
     requests, events = trace_step(ours)
@@ -147,22 +134,15 @@ def serve_overlapped(case: Case, args: argparse.Namespace) -> None:
     copies = {lane: replay_copies(events, lane) for lane in ("h2d", "d2h")}
     assert ours.plan.prediction is not None
     runs: dict[str, Callable[[], Any]] = {OVERLAPPED: ours.step, "ssd": replay.run, **copies}
-    serve(runs, {"predicted_s": ours.plan.prediction.step_s}, functools.partial(stages_of, ours))
+    serve(runs, {"predicted_s": ours.plan.prediction.step_s}, ours.end)
 
 
 def serve_alone(case: Case, args: argparse.Namespace) -> None:
     """The process in which compute and the updates are alone."""
     plan = lohan_fx.Plan.from_json(args.plan.read_text())
-    ours = compute_alone(Workload(case.size, case.batch, case.seq), profile(args), plan, args.nvme)
+    ours = compute_alone(case.workload, profile(args), plan, args.nvme)
     ours.step()
-    serve({COMPUTE: ours.step}, end=functools.partial(stages_of, ours))
-
-
-def stages_of(ours: Streamed) -> dict[str, Any]:
-    """Its typical step; the model is released."""
-    found = dataclasses.asdict(typical(compiled(ours.model).checks.steps))
-    lohan_fx.release(ours.model)
-    return found
+    serve({COMPUTE: ours.step}, end=ours.end)
 
 
 def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
@@ -214,14 +194,14 @@ def main() -> None:
     hw = profile(args)
     path = args.nvme / "profile.toml"
     hw.save(path)
-    chosen = [CASES[int(n)] for n in args.cases.split(",")] if args.cases else CASES
-    cases = [measured(case, args, path) for case in chosen]
+    asked = chosen(CASES, args.cases)
+    cases = [measured(case, args, path) for case in asked]
     path.unlink()
     (args.nvme / "plan.json").unlink()
-    rows = [row for case, found in zip(chosen, cases, strict=True) for row in _rows(case, found)]
+    rows = [row for case, found in zip(asked, cases, strict=True) for row in _rows(case, found)]
     missed = [
         f"{case}: {found['ratio']:.3f}x the busiest lane, at most {MOST_RATIO} allowed"
-        for case, found in zip(chosen, cases, strict=True)
+        for case, found in zip(asked, cases, strict=True)
         if found["ratio"] > MOST_RATIO
     ]
     scalars = {key: cases[0][key] for key in ("serial_s", "overlapped_s", "busiest_lane_s", "ratio")}

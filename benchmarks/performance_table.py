@@ -40,6 +40,21 @@ def _overlap(found: Figures) -> str:
     )
 
 
+def _clipping(found: Figures) -> str:
+    return "; ".join(
+        f"{case['ratio']:.2f}x at {case['size']} {case['batch']} x {case['seq']} ({_expected(case, 'without')} without, "
+        f"{_expected(case, 'with')} with)"
+        for case in found.get("cases", [found])
+    )
+
+
+def _expected(case: Figures, name: str) -> str:
+    """Seconds of a step, with what was expected of it where that was saved."""
+    expected = case.get("expected", {}).get(name)
+    more = f", predicted {expected['predicted_s']:.2f}, simulated {expected['simulated_s']:.2f}," if expected else ""
+    return f"{case[f'{name}_s']:.2f} s{more}"
+
+
 def _segments(found: Figures) -> str:
     return "; ".join(
         f"{case['ratio']:.3f}x at {case['size']}, {case['layers'] or 'all'} layers, {case['batch']} x {case['seq']}"
@@ -105,7 +120,7 @@ ROWS = (
     Row("compile_time", "Capture and passes over `aot_eager`'s compile time", "<= 1.5", scalars),
     Row("peers", "Tokens per second over the peers'", "see issue 4, item 5", _peers),
     Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),
-    Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", scalars),
+    Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", _clipping),
     Row("generality", "A model that fits, over plain PyTorch", "<= 1.1", _generality),
     Row("larger_than_memory", "States many times the memory", "peak RSS < 5 GB", _memory),
     Row("larger_than_memory_3b", "The same with 3B, built on `meta`", "peak RSS < 6 GB", _memory),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import transformers
 from transformers.initialization import no_init_weights
 
 import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.self_check import typical
 
 SIZES = {
     # layers, hidden, heads, key-value heads, feed-forward, vocabulary
@@ -103,6 +106,28 @@ class Workload:
         return torch.randint(0, vocabulary, (self.batch, self.seq), generator=generator)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A workload in a promised memory, as several benchmarks measure it."""
+
+    size: str
+    batch: int
+    seq: int
+    host_memory: str
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.batch}x{self.seq} {self.host_memory}"
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(self.size, self.batch, self.seq)
+
+
+def chosen(cases: Sequence[Case], numbers: str | None) -> Sequence[Case]:
+    """Those of ``cases`` that ``numbers`` names, such as "0,2"; None: all."""
+    return [cases[int(n)] for n in numbers.split(",")] if numbers else cases
+
+
 Step = Callable[[], float]
 """Runs one training step and returns its loss."""
 
@@ -141,22 +166,41 @@ class Streamed:
     step: Step
     optimizer: lohan_fx.AdamW
 
+    def drain(self) -> None:
+        """Wait for what the last step began: updates that run beside the next forward."""
+        compiled(self.model).engine.before_reading()
+
+    def end(self) -> dict[str, Any]:
+        """The stages of its typical step (``StepCheck``); the model is released."""
+        found = dataclasses.asdict(typical(compiled(self.model).checks.steps))
+        lohan_fx.release(self.model)
+        return found
+
 
 def streamed(
-    workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, *, on_meta: bool = False, **options: Any
+    workload: Workload,
+    hw: lohan_fx.HardwareProfile,
+    nvme: Path,
+    *,
+    on_meta: bool = False,
+    max_norm: float | None = None,
+    **options: Any,
 ) -> Streamed:
-    """The workload compiled by lohan_fx with ``options``, planned, not run yet. ``on_meta``: it never is in RAM whole."""
+    """The workload compiled by lohan_fx with ``options``, planned, not run yet. ``on_meta``: it never is in RAM whole.
+    ``max_norm``: what the gradients' global norm is clipped to; None: it is not."""
     model, tokens = workload.build_on_meta() if on_meta else workload.build(), workload.tokens()
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lohan_fx.compile(model, hw, nvme=[nvme], **options)
+        lohan_fx.compile(model, hw, nvme=[nvme], hold_gradients=None if max_norm is None else True, **options)
     optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
     plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
 
     def step() -> float:
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        if max_norm is not None:
+            lohan_fx.clip_grad_norm_(model, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.item())
