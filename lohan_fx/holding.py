@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
+from lohan_fx.division import division_of
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check, host_bytes, resident_bytes
+from lohan_fx.memory_model import check, host_bytes, missing, needed, resident_bytes
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
-from lohan_fx.problem import Problem
+from lohan_fx.problem import Budgets, Problem
+
+ATTEMPTS = 3
+"""How often a policy decides again because gradients that wait need memory which its plan has filled."""
+
+
+def plan_holding(problem: Problem, hw: HardwareProfile, decide: Callable[[Problem, HardwareProfile], Plan]) -> Plan:
+    """What ``decide`` plans, with every update begun by ``step()``.
+
+    A gradient that is updated where it is needs nothing; on its way to the drives it takes memory. Where the plan has filled
+    that, it is made again with so much less. Raises ``InfeasiblePlan`` where that does not fit either.
+    """
+    first = plan = decide(problem, hw)
+    budgets = problem.budgets
+    more = {"device": 0, "host": 0}
+    for _ in range(ATTEMPTS):
+        before, away = needed(problem, plan, problem.device_peak(plan)), _away(plan, hw)
+        peak = problem.device_peak(away)
+        if not missing(problem, away, peak):
+            return holding(problem, hw, plan)
+        more = {tier: max(more[tier], nbytes - before[tier]) for tier, nbytes in needed(problem, away, peak).items()}
+        try:
+            plan = decide(dataclasses.replace(problem, budgets=_with_less(budgets, more)), hw)
+        except InfeasiblePlan:
+            break
+        plan = dataclasses.replace(
+            plan, host_memory_bytes=budgets.host_memory_bytes, device_memory_bytes=budgets.device_memory_bytes
+        )
+    return holding(problem, hw, first)
 
 
 def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
@@ -16,8 +47,7 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
 
     Raises ``InfeasiblePlan`` where they fit nowhere.
     """
-    otherwise = Tier.NVME if hw.nvme else Tier.HOST
-    away = _waiting(plan, dict.fromkeys((p.name for p in plan.parameters), otherwise))
+    away = _away(plan, hw)
     peak, budgets = problem.device_peak(away), problem.budgets
     device = peak + resident_bytes(away)[0] if budgets.shared else 0
     room = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, away) - device
@@ -25,13 +55,40 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
     ends = problem.ends.first_fetches | problem.ends.last_gradients
     free = {p.name for p in plan.parameters if p.trainable and not _has_home(p)}
     for p in sorted(away.parameters, key=lambda p: (p.name not in ends, p.numel)):
-        homes[p.name] = otherwise
-        if otherwise is Tier.NVME and p.name in free and p.held_bytes <= room:
+        homes[p.name] = _otherwise(hw)
+        if homes[p.name] is Tier.NVME and p.name in free and p.held_bytes <= room:
             homes[p.name] = Tier.HOST
             room -= p.held_bytes
     found = _waiting(plan, homes)
     check(problem, found, peak)
-    return found
+    return _divided(found, problem, hw, peak)
+
+
+def _away(plan: Plan, hw: HardwareProfile) -> Plan:
+    """``plan`` with no gradient in memory, as far as there are drives."""
+    return _waiting(plan, dict.fromkeys((p.name for p in plan.parameters), _otherwise(hw)))
+
+
+def _otherwise(hw: HardwareProfile) -> Tier:
+    """Where gradients wait for which there is no memory."""
+    return Tier.NVME if hw.nvme else Tier.HOST
+
+
+def _with_less(budgets: Budgets, less: Mapping[str, int]) -> Budgets:
+    return dataclasses.replace(
+        budgets,
+        host_memory_bytes=budgets.host_memory_bytes - less["host"],
+        device_memory_bytes=budgets.device_memory_bytes - less["device"],
+    )
+
+
+def _divided(plan: Plan, problem: Problem, hw: HardwareProfile, peak: int) -> Plan:
+    """``plan`` with its division as it is now, if it had one; what the search said of it stays."""
+    if (before := plan.division) is None:
+        return plan
+    now = division_of(problem, hw, plan, peak)
+    division = dataclasses.replace(now, per_byte_s=before.per_byte_s, walk_s=before.walk_s, bound_s=before.bound_s)
+    return dataclasses.replace(plan, division=division)
 
 
 def _has_home(p: ParameterPlan) -> bool:

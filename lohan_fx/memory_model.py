@@ -39,13 +39,19 @@ def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
     return problem_fixed_bytes + resident_bytes(plan)[1] + swapped
 
 
-def missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
-    """Tier -> bytes by which ``plan`` exceeds its budget; empty where it fits."""
+def needed(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes that ``plan`` needs of its budget."""
     budgets = problem.budgets
     device = device_peak + resident_bytes(plan)[0]
     host = host_bytes(budgets.fixed_bytes, plan) + (device if budgets.shared else 0)
-    over = {"device": device - budgets.device_memory_bytes, "host": host - budgets.host_memory_bytes}
-    return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
+    return {"device": device, "host": host}
+
+
+def missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes by which ``plan`` exceeds its budget; empty where it fits."""
+    found = needed(problem, plan, device_peak)
+    budgets = {"device": problem.budgets.device_memory_bytes, "host": problem.budgets.host_memory_bytes}
+    return {tier: found[tier] - budget for tier, budget in budgets.items() if found[tier] > budget}
 
 
 def check(problem: Problem, plan: Plan, device_peak: int) -> None:

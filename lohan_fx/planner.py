@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.holding import holding
+from lohan_fx.holding import plan_holding
 from lohan_fx.plan import Plan
 from lohan_fx.policies import named
 from lohan_fx.problem import Problem
@@ -14,5 +14,5 @@ def make_plan(problem: Problem, hw: HardwareProfile) -> Plan:
 
     Raises ``InfeasiblePlan`` where the budgets are too small for it.
     """
-    plan = named(problem.policy).decide(problem, hw)
-    return holding(problem, hw, plan) if problem.holds else plan
+    decide = named(problem.policy).decide
+    return plan_holding(problem, hw, decide) if problem.holds else decide(problem, hw)
