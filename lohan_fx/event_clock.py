@@ -63,6 +63,7 @@ class Job:
 
 Thread = Generator[Job | Signal, None, None]
 Speeds = Callable[[Sequence[Job]], Sequence[float]]
+"""By ``drive``, ``cores`` and ``memory_bytes_per_s`` of the jobs alone: the clock asks once for each company of them."""
 
 
 class Clock:
@@ -74,6 +75,7 @@ class Clock:
         self.ready: deque[Thread] = deque()
         self._speeds = speeds
         self._running: list[tuple[Job, Thread]] = []
+        self._known: dict[tuple[tuple[str, float, float], ...], Sequence[float]] = {}
 
     def signal(self) -> Signal:
         return Signal(self)
@@ -103,8 +105,8 @@ class Clock:
     def _advance(self) -> None:
         """To the next moment at which a job is done."""
         running = self._running
-        speeds = self._speeds([job for job, _ in running])
-        step_s = min(job.left_s / speed for (job, _), speed in zip(running, speeds, strict=True))
+        speeds = self._speeds_of(running)
+        step_s = min([job.left_s / speed for (job, _), speed in zip(running, speeds, strict=True)])
         self.now_s += step_s
         self._running = []
         for (job, thread), speed in zip(running, speeds, strict=True):
@@ -115,6 +117,13 @@ class Clock:
             if job.recorded:
                 self.events.append(Event(job.lane, job.label, job.start_s, self.now_s, job.bytes))
             self.ready.append(thread)
+
+    def _speeds_of(self, running: Sequence[tuple[Job, Thread]]) -> Sequence[float]:
+        company = tuple([(job.drive, job.cores, job.memory_bytes_per_s) for job, _ in running])
+        found = self._known.get(company)
+        if found is None:
+            found = self._known[company] = self._speeds([job for job, _ in running])
+        return found
 
 
 class SimulatedLane:

@@ -35,7 +35,7 @@ from lohan_fx.plan import ParameterPlan, Plan, Prediction, Swap, Tier, Use, Wind
 from lohan_fx.plan_builder import homes_only
 from lohan_fx.planner import make_plan
 from lohan_fx.problem import Budgets, ParameterFacts, Problem
-from lohan_fx.simulated_step import simulate_program
+from lohan_fx.simulated_step import simulated_step_s
 from lohan_fx.step_program import step_program
 
 PASSES: tuple[Pass, ...] = (
@@ -144,6 +144,14 @@ class _Rewrites:
     def __init__(self, joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> None:
         self.joint, self.num_outputs, self._parameters = joint, num_outputs, parameters
         self._last: tuple[Plan, Halves] | None = None
+        self._peaks: dict[tuple[object, ...], int] = {}
+
+    def device_peak(self, plan: Plan) -> int:
+        """Most device bytes alive, remembered: a model that is planned again is asked for some plans again."""
+        key = (*_of_graphs(plan), plan.windows.gradient_bytes, plan.windows.swap_out_bytes)
+        if key not in self._peaks:
+            self._peaks[key] = _device_peak(self.halves(plan), plan)
+        return self._peaks[key]
 
     def halves(self, plan: Plan) -> Halves:
         if self._last is None or not _same_graphs(self._last[0], plan):
@@ -176,7 +184,7 @@ def _search(rewrites: _Rewrites, request: Request) -> Plan:
         backward_s=costs.backward_s,
         budgets=request.budgets,
         windows=request.windows,
-        device_peak=lambda plan: _device_peak(rewrites.halves(plan), plan),
+        device_peak=rewrites.device_peak,
         fetches=fetch_counts(keeping),
         ends=step_ends(keeping, seconds, request.windows.gradient_bytes),
         holds=request.holds,
@@ -196,7 +204,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: _Rewrites, request: Re
 
     def step_s(windows: Windows) -> float:
         tried = dataclasses.replace(plan, windows=windows)
-        return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS).step_s
+        return simulated_step_s(program, tried, request.hw, transfers=staging.TRANSFERS)
 
     free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
     per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)

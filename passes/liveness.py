@@ -14,7 +14,6 @@ no more of it is there at once than the plan's windows allow (``device_peaks``).
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,16 +99,15 @@ class _Moment:
 
 def device_peaks(halves: Halves, plan: Plan) -> dict[str, Peak]:
     """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op."""
-    found: dict[str, Peak] = {}
+    most: dict[str, tuple[int, str]] = {}
+    end_bytes: dict[str, int] = {}
     for half, at in _moments(halves, plan):
         leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
         nbytes = at.live_bytes + at.gradient_bytes + leaving
-        before = found.get(half)
-        if before is None or nbytes > before.bytes:
-            found[half] = Peak(nbytes, at.node, nbytes)
-        else:
-            found[half] = dataclasses.replace(before, end_bytes=nbytes)
-    return found
+        end_bytes[half] = nbytes
+        if half not in most or nbytes > most[half][0]:
+            most[half] = nbytes, at.node
+    return {half: Peak(nbytes, node, end_bytes[half]) for half, (nbytes, node) in most.items()}
 
 
 def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:

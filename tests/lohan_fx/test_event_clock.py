@@ -36,6 +36,22 @@ def test_jobs_that_share_end_when_their_work_is_done() -> None:
     assert times(clock) == [("short", 0.0, 2.0), ("long", 0.0, 3.0)]
 
 
+def test_speeds_are_asked_once_of_each_company() -> None:
+    asked: list[list[str]] = []
+
+    def speeds(jobs: Sequence[Job]) -> list[float]:
+        asked.append([found.drive for found in jobs])
+        return shared(jobs)
+
+    clock = Clock(speeds)
+    for drive in ("read", "write", "read", "write"):
+        clock.start(one(Job("ssd", drive, 1.0, drive=drive)))
+        if drive == "write":
+            clock.run()
+    assert asked == [["read", "write"]]
+    assert [end for _, _, end in times(clock)] == [2.0, 2.0, 4.0, 4.0]
+
+
 def test_a_signal_blocks_until_it_is_set() -> None:
     clock = Clock(alone)
     ready = clock.signal()
