@@ -32,7 +32,8 @@ from lohan_fx.fsck_command import add_checkpoint_commands
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.model_source import example_of
 from lohan_fx.plan import Plan
-from lohan_fx.plan_command import DESCRIPTION, DTYPES, add_plan
+from lohan_fx.plan_arguments import DTYPES
+from lohan_fx.plan_command import DESCRIPTION, add_plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.presets import PRESETS
 from lohan_fx.store_directories import default_nvme_root

@@ -134,7 +134,7 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
     """
     named(asked.policy)
     request = make_request(subject.capture, asked)
-    with _libraries_silenced():
+    with libraries_silenced():
         halves, plan = plan_training(
             subject.capture.joint,
             request,
@@ -148,14 +148,16 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
 
 
 @contextlib.contextmanager
-def _libraries_silenced() -> Iterator[None]:
-    """Within, what C code prints goes to stderr: HiGHS at times prints a line that would end up in ``--json``."""
+def libraries_silenced() -> Iterator[None]:
+    """Within, what C code and a user's model print goes to stderr: HiGHS at times prints a line that would end up in
+    ``--json``."""
     sys.stdout.flush()
     libc = ctypes.CDLL(None)
     before = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         libc.fflush(None)  # C has a buffer of its own, which would be written after the descriptor is back

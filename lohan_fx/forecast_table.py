@@ -31,14 +31,13 @@ _COUNTS = {"tokens": "tokens/s", "images": "images/s", "samples": "samples/s"}
 def forecast_text(found: Forecast) -> str:
     """The whole answer, without a newline at the end."""
     subject, hw = found.subject, found.asked.hw
-    shape = (
-        f"{subject.samples} x {subject.tokens // subject.samples} tokens" if subject.tokens > subject.samples else ""
-    )
+    has_tokens = subject.unit == "tokens" or subject.tokens > subject.samples
+    shape = f"{subject.samples} x {subject.tokens // subject.samples} tokens" if has_tokens else ""
     lines = [
-        f"{subject.name}: {_billions(subject.parameters)} parameters, {shape or f'{subject.samples} samples'} per step, "
+        f"{subject.name}: {_billions(subject.parameters)} parameters, {shape or _counted(subject.samples, 'sample')} per step, "
         f"policy {found.plan.policy}",
         f"on {hw.name}: {hw.device_name}, {format_bytes(found.plan.host_memory_bytes)} of host memory and "
-        f"{format_bytes(found.plan.device_memory_bytes)} of the device's to use, {len(hw.nvme)} drives",
+        f"{format_bytes(found.plan.device_memory_bytes)} of the device's to use, {_counted(len(hw.nvme), 'drive')}",
         *(f"note: {note}" for note in (*subject.capture.notes, *found.plan.notes)),
         "",
         *table(["", ""], [["  " + name, value] for name, value in _answers(found)], left=(0, 1))[1:],
@@ -181,6 +180,10 @@ def _assumptions(found: Forecast) -> list[str]:
             f"assumed: ${found.machine_usd:,.0f} for the machine, spread over {PRICE_YEARS} years of use; power is left out"
         )
     return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def _billions(count: int) -> str:

@@ -11,47 +11,43 @@ input. The model is never materialised.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
+import logging
 import os
+import re
+import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
-from lohan_fx.budgets import parse_bytes
-from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.forecast import Asked, Subject, forecast
+from lohan_fx.errors import CaptureError, InfeasiblePlan
+from lohan_fx.forecast import Asked, Subject, forecast, libraries_silenced
 from lohan_fx.forecast_table import forecast_data, forecast_text
 from lohan_fx.formulas import formula_data, formula_text
-from lohan_fx.hardware import HardwareProfile
 from lohan_fx.lean_loss import with_lean_loss
 from lohan_fx.max_model import BATCH, limit_data, limit_text, relatives, system_limit
 from lohan_fx.meta_capture import meta_capture
 from lohan_fx.model_families import Family
 from lohan_fx.model_presets import MODELS
 from lohan_fx.model_source import ModelSource, UserCodeError, source_of
-from lohan_fx.policies import named
-from lohan_fx.presets import PRESETS
+from lohan_fx.plan_arguments import DEFAULT_HW, DEFAULT_POLICY, DTYPES, NAMES, NUMBERS, asked_for, checked, count
 from lohan_fx.timeline_chart import draw
 from lohan_fx.what_if import Row, SubjectOf, best, best_batch, compare, max_model, rows_data, rows_text, vary
 from lohan_fx.what_if_chart import draw_rows
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_HW = "rtx4090-12xP5510"
-MOST = 1 << 24
-"""More samples, or tokens in one, are a slip of the keyboard."""
 
 GARBAGE = 1_000_000
 """Objects made between two collections."""
 
 FITS, INFEASIBLE = 0, 2
-NAMES, NUMBERS = "names", "numbers"
 
 DESCRIPTION = """Say whether a model fits a machine, how fast it will train there, and what that costs, from its
 configuration alone. Exit code 0: it fits; 2: it does not, and the message names the smallest change that would do; 1:
@@ -73,7 +69,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-memory", metavar="BYTES", help="such as 64GiB (most of what the machine has)")
     parser.add_argument("--device-memory", metavar="BYTES", help="such as 20GiB (most of what the device has)")
-    parser.add_argument("--policy", default="lohan", help="(%(default)s)")
+    parser.add_argument("--policy", help=f"({DEFAULT_POLICY})")
     parser.add_argument("--compute-dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (%(default)s)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--best-batch", action="store_true", help="the batch with the most throughput")
@@ -148,33 +144,27 @@ def _of_the_user(error: BaseException) -> Any:
         if not file.startswith((ours, "<frozen")):
             break
         found = found.tb_next
-    return found
+    # Of a file that is no Python, nothing of the user's ran: the error itself shows the place.
+    return None if found is None or found.tb_frame.f_code.co_filename.startswith("<frozen") else found
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    if not arguments.model:
-        raise ValueError(
-            "--model is missing: a preset (--list shows them), a folder with a config.json, or FILE.py:FUNCTION"
-        )
-    _check_output(arguments.png)
-    if arguments.formula not in (None, NAMES, NUMBERS):
-        raise ValueError(f"--formula is {arguments.formula!r}: expected {NAMES} or {NUMBERS}")
-    batch, seq = (_count(f"--{name}", getattr(arguments, name)) for name in ("batch", "seq"))
-    source = source_of(arguments.model)
-    named(arguments.policy)
-    asked = _asked(arguments)
+    checked(arguments)
+    batch, seq = (count(f"--{name}", getattr(arguments, name)) for name in ("batch", "seq"))
+    with _no_warnings():
+        source = source_of(arguments.model)
+    asked = asked_for(arguments)
     make = functools.partial(_captured, dtype=asked.compute_dtype, lean=arguments.lean_loss)
     subjects = _Subjects(functools.partial(make, source), batch, seq)
+    name = Path(source.name).name if source.is_code else source.name
     if arguments.vary is not None:
         return _show(
-            arguments, f"{source.name}, {arguments.vary.partition('=')[0]}", vary(subjects.get, asked, arguments.vary)
+            arguments, f"{name}, {arguments.vary.partition('=')[0]}", vary(subjects.get, asked, arguments.vary)
         )
     if arguments.compare is not None:
-        return _show(arguments, f"{source.name}, policy", compare(subjects.get, asked, arguments.compare))
+        return _show(arguments, f"{name}, policy", compare(subjects.get, asked, arguments.compare))
     if arguments.best_batch:
-        if arguments.batch is not None:
-            raise ValueError("--best-batch looks for the batch itself: leave --batch out")
-        return _show(arguments, f"{source.name}, batch", best_batch(subjects.get, asked), pick=best)
+        return _show(arguments, f"{name}, batch", best_batch(subjects.get, asked), pick=best)
     if arguments.max_model:
         return _largest_model(arguments, source, asked, seq, make)
     return _single(arguments, subjects.get(None, None), asked)
@@ -189,9 +179,7 @@ def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> in
         print(forecast_text(found))
         if arguments.formula:
             print(f"\n{formula_text(found, names=arguments.formula == NAMES)}")
-    if arguments.png is not None:
-        if found.simulation is None:
-            raise ValueError("--png draws the simulated step: leave --no-simulation out")
+    if arguments.png is not None and found.simulation is not None:
         title = f"{subject.name} on {asked.hw.name}: one step, simulated"
         draw(found.simulation.events, arguments.png, title=title, plan=found.plan)
     return FITS
@@ -205,12 +193,14 @@ def _show(
     pick: Callable[[Sequence[Row]], Row | None] = best,
     more: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print and draw ``rows``; whether any of them fits is the exit code."""
+    """Print and draw ``rows``; whether any of them fits is the exit code. ``ValueError`` where no case could be asked for."""
     chosen = pick(rows)
+    if rows and all(row.is_bad_input for row in rows):
+        raise ValueError(f"{rows[0].why_not} ({title} {rows[0].label})")
     if arguments.json:
         print(json.dumps({"best": chosen.label if chosen else None, "rows": rows_data(rows), **(more or {})}, indent=2))
     else:
-        print(rows_text(title, rows))
+        print(rows_text(title, rows, width=shutil.get_terminal_size((0, 0)).columns))
         print(f"\nbest: {chosen.label}" if chosen else "\nnone of them fits")
     if arguments.png is not None and chosen is not None:
         draw_rows(rows, arguments.png, title=title)
@@ -242,10 +232,48 @@ class _Subjects:
 def _captured(
     source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, lean: bool = False
 ) -> Subject:
-    example = source.make(batch, seq)
-    model = with_lean_loss(example.model) if lean else example.model
-    capture = meta_capture(model, example.inputs, compute_dtype=dtype)
+    """``ValueError`` where a config's model cannot be traced; of the user's own code the error is shown as it is."""
+    try:
+        with libraries_silenced():
+            with contextlib.nullcontext() if source.is_code else _no_warnings():
+                example = source.make(batch, seq)
+            model = with_lean_loss(example.model) if lean else example.model
+            with _no_warnings():
+                capture = meta_capture(model, example.inputs, compute_dtype=dtype)
+    except (CaptureError, TorchDynamoException) as error:
+        if source.is_code:
+            raise
+        raise ValueError(
+            f"{source.name}: the model of this config does not run, so its sizes do not go together: {_reason(error)}"
+        ) from error
+    except RuntimeError as error:
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))
+        if asked is None:
+            raise
+        raise ValueError(
+            f"{source.name} at this batch and sequence has a tensor of {int(asked.group(1)):,} bytes, more than this "
+            "machine lets a process map: choose a smaller batch, sequence or model"
+        ) from error
     return Subject(source.name, capture, example.samples, example.tokens, example.unit)
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What libraries log and warn of while they build and trace a model is no part of the answer."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _reason(error: Exception) -> str:
+    """What the model's own operation said, without what Dynamo says around it."""
+    said = re.search(r"got (\w+\(.*)", str(error))
+    return (said.group(1) if said else str(error).strip().splitlines()[0])[:300]
 
 
 def _largest_model(
@@ -264,50 +292,3 @@ def _largest_model(
     if not arguments.json:
         print(f"\n{limit_text(limit)}")
     return code
-
-
-# --- arguments ------------------------------------------------------------------------------------------------
-
-
-def _asked(arguments: argparse.Namespace) -> Asked:
-    if arguments.compute_dtype not in DTYPES:
-        raise ValueError(f"--compute-dtype is {arguments.compute_dtype!r}: expected one of {', '.join(DTYPES)}")
-    return Asked(
-        hw=_profile(arguments),
-        policy=arguments.policy,
-        host_memory_bytes=_bytes("--host-memory", arguments.host_memory),
-        device_memory_bytes=_bytes("--device-memory", arguments.device_memory),
-        compute_dtype=DTYPES[arguments.compute_dtype],
-        simulated=not arguments.no_simulation,
-        clipping=arguments.clipping,
-    )
-
-
-def _profile(arguments: argparse.Namespace) -> HardwareProfile:
-    name = arguments.hw
-    if name == "measure":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            return HardwareProfile.measure(arguments.nvme)
-    if arguments.nvme:
-        raise ValueError("--nvme goes with --hw measure; a profile brings its own drives")
-    is_file = name not in PRESETS and (name.endswith(".toml") or os.sep in name)
-    return HardwareProfile.load(name) if is_file else HardwareProfile.preset(name)
-
-
-def _bytes(name: str, text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text, name)
-
-
-def _count(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    digits = text.strip()
-    if not digits.isdecimal() or not 1 <= int(digits) <= MOST:
-        raise ValueError(f"{name} is {text!r}: expected a whole number from 1 to {MOST:,}")
-    return int(digits)
-
-
-def _check_output(png: str | None) -> None:
-    if png is not None and not Path(png).resolve().parent.is_dir():
-        raise ValueError(f"--png: there is no directory {Path(png).resolve().parent}")

@@ -20,6 +20,9 @@ from lohan_fx.units import format_bytes, format_seconds
 
 MOST_BATCHES = 4096
 MOST_VALUES = 64
+MOST = 1 << 24
+"""More samples, or tokens in one, are a slip of the keyboard."""
+MOST_DRIVES = 1024
 GAIN = 1.01
 """A doubled batch must give this much more throughput to be worth another try."""
 
@@ -31,11 +34,13 @@ _GPU_FIELDS = ("device", "device_name", "matmul_flops_per_s", "memory_bytes_per_
 
 @dataclass(frozen=True)
 class Row:
-    """One case: its forecast, or why there is none. ``feasible``: False where memory or disk is too small."""
+    """One case: its forecast, or why there is none. ``is_bad_input``: not for want of memory, but because the case cannot
+    be asked for."""
 
     label: str
     found: Forecast | None
     why_not: str = ""
+    is_bad_input: bool = False
 
 
 def attempt(label: str, make: Callable[[], Forecast]) -> Row:
@@ -43,7 +48,7 @@ def attempt(label: str, make: Callable[[], Forecast]) -> Row:
     try:
         return Row(label, make())
     except (InfeasiblePlan, ValueError) as error:
-        return Row(label, None, str(error).splitlines()[0])
+        return Row(label, None, str(error).splitlines()[0], not isinstance(error, InfeasiblePlan))
 
 
 # --- what is varied -------------------------------------------------------------------------------------------
@@ -64,13 +69,8 @@ def compare(subject_of: SubjectOf, asked: Asked, policies: str) -> list[Row]:
 
 def vary(subject_of: SubjectOf, asked: Asked, spec: str) -> list[Row]:
     """A row per value of ``spec``, such as ``ssds=1..12``, ``host_memory=128GiB,256GiB``, ``gpu=rtx4090,a100``."""
-    name, equals, text = spec.partition("=")
-    name = name.strip().replace("-", "_")
-    if name not in VARIED or not equals:
-        raise ValueError(
-            f"--vary is {spec!r}: expected one of {', '.join(VARIED)}, then = and values such as 1..12 or 1,2,4"
-        )
-    values = _values(name, text)
+    name = varied(spec)
+    values = _values(name, spec.partition("=")[2])
     if name in ("batch", "seq"):
         shapes = [(value, None) if name == "batch" else (None, value) for value in values]
         makes = [functools.partial(_at_shape, subject_of, shape, asked) for shape in shapes]
@@ -82,6 +82,17 @@ def vary(subject_of: SubjectOf, asked: Asked, spec: str) -> list[Row]:
 
 def _at_shape(subject_of: SubjectOf, shape: tuple[int | None, int | None], asked: Asked) -> Forecast:
     return forecast(subject_of(*shape), asked)
+
+
+def varied(spec: str) -> str:
+    """What ``spec`` varies; ``ValueError`` where that is nothing known."""
+    name, equals, _ = spec.partition("=")
+    name = name.strip().replace("-", "_")
+    if name not in VARIED or not equals:
+        raise ValueError(
+            f"--vary is {spec!r}: expected one of {', '.join(VARIED)}, then = and values such as 1..12 or 1,2,4"
+        )
+    return name
 
 
 VARIED = ("ssds", "host_memory", "device_memory", "gpu", "batch", "seq")
@@ -123,8 +134,9 @@ def _part(name: str, part: str) -> Iterator[Any]:
 def _value(name: str, text: str) -> int:
     if name.endswith("memory"):
         return parse_bytes(text, f"--vary {name}")
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"--vary {name} is {text!r}: expected a whole number above zero")
+    most = MOST_DRIVES if name == "ssds" else MOST
+    if not text.strip().isdecimal() or not 1 <= int(text) <= most:
+        raise ValueError(f"--vary {name} is {text!r}: expected a whole number from 1 to {most:,}, as in 1..12 or 1,2,4")
     return int(text)
 
 
@@ -148,9 +160,9 @@ def _changed(asked: Asked, name: str, value: Any) -> Asked:
 
 
 def _with_gpu(hw: HardwareProfile, gpu: str) -> HardwareProfile:
-    """``hw`` with the GPU of the first preset whose name begins with ``gpu``."""
-    donors = [preset for name, preset in PRESETS.items() if name.startswith(gpu.lower())]
-    if not gpu or not donors:
+    """``hw`` with the GPU of the first preset that is called, or whose name begins with the word, ``gpu``."""
+    donors = [preset for name, preset in PRESETS.items() if gpu.lower() in (name.lower(), name.split("-")[0])]
+    if not donors:
         known = ", ".join(dict.fromkeys(name.split("-")[0] for name in PRESETS))
         raise ValueError(f"--vary gpu: no GPU {gpu!r} among the presets: there are {known}")
     prices = hw.prices
@@ -216,8 +228,9 @@ def best(rows: Iterable[Row]) -> Row | None:
 # --- as text and data -----------------------------------------------------------------------------------------
 
 
-def rows_text(title: str, rows: Sequence[Row]) -> str:
-    """A table of ``rows``; those without a forecast say why below it."""
+def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
+    """A table of ``rows``, in several parts where it is wider than ``width`` characters (0: however wide); those without a
+    forecast say why below it."""
     lines = []
     for row in rows:
         found = row.found
@@ -247,7 +260,25 @@ def rows_text(title: str, rows: Sequence[Row]) -> str:
     columns = [title, "needs", "step", "simulated", f"{units.pop()}/s", "TFLOPS", "bound by"]
     columns += ["host", "device", "wear years", "$/M tokens"]
     why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
-    return "\n".join([*table(columns, lines, left=(0, 1, 6)), *([""] if why else []), *why])
+    return "\n".join([*_in_parts(columns, lines, width), *([""] if why else []), *why])
+
+
+def _in_parts(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The table, its columns in as many parts as it takes, each of which begins with the first column."""
+    sizes = [max(len(line[place]) for line in (columns, *lines)) for place in range(len(columns))]
+    parts: list[list[int]] = []
+    for place in range(1, len(columns)):
+        asked = [*parts[-1], place] if parts else [0, place]
+        if parts and width and sum(sizes[p] + len("  ") for p in asked) - len("  ") > width:
+            parts.append([0, place])
+        else:
+            parts[-1:] = [asked]
+    text: list[str] = []
+    for part in parts:
+        left = [at for at, place in enumerate(part) if place in (0, 1, 6)]
+        picked = [[line[place] for place in part] for line in lines]
+        text += [*([""] if text else []), *table([columns[place] for place in part], picked, left=left)]
+    return text
 
 
 def rows_data(rows: Sequence[Row]) -> list[dict[str, Any]]:

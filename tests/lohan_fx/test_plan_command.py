@@ -17,7 +17,7 @@ import torch
 from lohan_fx import what_if
 from lohan_fx.budgets import staging_bytes
 from lohan_fx.cli import main
-from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S, _libraries_silenced
+from lohan_fx.forecast import ENDURANCE_WRITES, YEAR_S, libraries_silenced
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.hardware_file import write
 from lohan_fx.plan import Windows
@@ -40,6 +40,22 @@ class Stack(nn.Module):
 
 def stack(batch=4):
     return Stack(), {"x": torch.zeros(batch, 64)}
+
+def takes_anything(**given):
+    print("from the user")
+    return Stack(), {"x": torch.zeros(given.get("batch", 1), 64)}
+
+def needs(path):
+    return Stack(), {}
+
+def nothing():
+    return Stack(), {"x": torch.zeros(0, 64)}
+
+def numbered():
+    return Stack(), {3: torch.zeros(1, 64)}
+
+def gives_up():
+    raise BaseException("enough")
 
 def deeper():
     return missing
@@ -246,14 +262,30 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "gpt2", "--vary", "ssds="], "over nothing"),
         (["--model", "gpt2", "--vary", "ssds=5..1"], "over nothing"),
         (["--model", "gpt2", "--vary", "ssds=0"], "--vary ssds is '0'"),
-        (["--model", "gpt2", "--vary", "ssds=1..9999"], "at most 64"),
+        (["--model", "gpt2", "--vary", "ssds=1..999"], "at most 64"),
         (["--model", "gpt2", "--vary", "colour=red"], "expected one of ssds"),
         (["--model", "gpt2", "--vary", "gpu=voodoo"], "no GPU 'voodoo'"),
         (["--model", "gpt2", "--compare", ""], "--compare is ''"),
         (["--model", "gpt2", "--compare", "lohan,zeroinfinity"], "did you mean 'zero-infinity'"),
         (["--model", "gpt2", "--best-batch", "--batch", "3"], "leave --batch out"),
         (["--model", "gpt2", "--best-batch", "--max-model"], "not allowed with"),
+        (["--model", "gpt2", "--vary", "ssds=²"], "--vary ssds is '²'"),
+        (["--model", "gpt2", "--vary", "ssds=99999999999"], "a whole number from 1 to 1,024"),
+        (["--model", "gpt2", "--vary", "batch=99999999999"], "a whole number from 1 to 16,777,216"),
+        (["--model", "gpt2", "--vary", "gpu=rtx409"], "no GPU 'rtx409'"),
+        (["--model", "gpt2", "--vary", "seq=1025,2048"], "gpt2 has positions for 1024"),
         (["--model", "gpt2", "--png", "/none/such/a.png"], "there is no directory"),
+        (["--model", "gpt2", "--png", "/proc/a.png"], "cannot be written"),
+        (["--model", "gpt2", "--png", "."], "expected a file whose name ends in .png"),
+        (["--model", "gpt2", "--png", "a.frob"], "expected a file whose name ends in .png"),
+        (["--model", "gpt2", "--png", "a.png", "--no-simulation"], "leave --no-simulation out"),
+        (["--model", "gpt2", "--max-model", "--batch", "4"], "leave --batch out"),
+        (["--model", "gpt2", "--compare", "lohan", "--policy", "fuyou"], "leave --policy out"),
+        (["--model", "gpt2", "--vary", "batch=1..4", "--batch", "4"], "leave --batch out"),
+        (["--model", "gpt2", "--vary", "host-memory=1GiB", "--host-memory", "1GiB"], "leave --host-memory out"),
+        (["--model", "gpt2", "--vary", "ssds=1..4", "--formula"], "leave --vary out"),
+        (["--model", "gpt2", "--batch", "16777216"], "choose a smaller batch, sequence or model"),
+        (["--model", "gpt2", "--hw", "/tmp/"], "is a directory"),
         (["--model", "gpt2", "--nvme", "/tmp"], "--nvme goes with --hw measure"),
         (["--model", "gpt2", "--frobnicate"], "unrecognized arguments"),
         (["--model", "gpt2", "--formula", "nmaes"], "--formula is 'nmaes': expected names or numbers"),
@@ -266,6 +298,74 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytes
         code = exit_.code
     assert code == 1
     assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_labels": 10**9}, '"num_labels" is 1000000000'),
+        ({"attn_pdrop": -3}, '"attn_pdrop" is -3: expected a share from 0 to 1'),
+        ({"model_type": "gpt22"}, "did you mean 'gpt2'"),
+        ({"model_type": 3}, '"model_type" is 3'),
+        ({"activation_function": 5}, "got int (value: 5)"),
+        ({"activation_function": "frob"}, "KeyError: 'frob'"),
+        ({"n_head": 3}, "must be divisible by num_heads"),
+        ({"vocab_size": 1 << 26, "n_embd": 1 << 16}, "choose a smaller batch, sequence or model"),
+    ],
+)
+def test_a_config_that_is_absurd(
+    changed: dict[str, Any], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(model, "config.json").write_text(json.dumps(CONFIG | changed))
+    assert plan(model) == 1
+    assert message in one_line(capsys)
+
+
+def test_a_config_whose_sizes_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    for changed, message in (
+        ({"num_key_value_heads": 3}, "does not divide the 4"),
+        ({"head_dim": 3}, "the model of this config does not run"),
+        ({"pad_token_id": 9999}, "Padding_idx must be within"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **changed}))
+        assert plan(str(tmp_path)) == 1
+        assert message in one_line(capsys)
+
+
+def test_what_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert plan(str(tmp_path)) == 1
+    assert "config.json is not JSON" in one_line(capsys)
+    (tmp_path / "model.bin").write_text("")
+    assert plan(str(tmp_path / "model.bin")) == 1
+    assert "is a file, but no .json" in one_line(capsys)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": CONFIG}))
+    assert plan(str(tmp_path)) == 1
+    assert 'its "text_config", as a config.json of its own, can' in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "unit"),
+    [
+        ("h2d_bytes_per_s", "21", "bytes per second"),
+        ("d2h_bytes_per_s", "1e300", "bytes per second"),
+        ("read_bytes_per_s", "7", "bytes per second"),
+        ("host_memory_bytes", "256", "bytes (24 GiB"),
+        ("capacity_bytes", "4", "bytes (24 GiB"),
+    ],
+)
+def test_a_profile_in_other_units(
+    field: str, value: str, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(HardwareProfile.preset("rtx4090-1xP5510"), tmp_path / "hw.toml")
+    text = (tmp_path / "hw.toml").read_text()
+    changed = re.sub(rf"(?m)^{field} = [^ ]+", f"{field} = {value}", text)
+    assert changed != text
+    (tmp_path / "hw.toml").write_text(changed)
+    assert main(["plan", "--model", "gpt2", "--hw", str(tmp_path / "hw.toml")]) == 1
+    line = one_line(capsys)
+    assert field in line and unit in line
 
 
 @pytest.mark.parametrize("value", ["0", "-1.0", "nan", '"fast"'])
@@ -312,9 +412,62 @@ def test_a_function_that_knows_no_batch(functions: str, capsys: pytest.CaptureFi
     assert "decides that itself" in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("needs", "missing a required argument: 'path'"),
+        ("nothing", "expected at least one sample"),
+        ("numbered", "expected the names of the forward's arguments"),
+    ],
+)
+def test_a_function_that_gives_no_example(
+    function: str, message: str, functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{functions}:{function}") == 1
+    assert message in one_line(capsys)
+
+
+def test_whatever_a_function_raises_is_its_own(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:gives_up") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1].endswith("gives_up failed: BaseException: enough")
+
+
+def test_a_file_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken_syntax.py").write_text("def f(:\n")
+    assert plan(f"{tmp_path / 'broken_syntax.py'}:f") == 1
+    printed = capsys.readouterr().err
+    assert "frozen" not in printed and "SyntaxError" in printed.splitlines()[-1]
+
+
+def test_a_function_may_take_anything_and_print(functions: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:takes_anything", "--batch", "8", "--json") == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["samples"] == 8
+    assert "from the user" in printed.err
+
+
+def test_the_best_batch_of_a_function_that_takes_none(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:needs", "--best-batch") == 1
+    assert "leave --batch out" in one_line(capsys)
+
+
+def test_a_table_as_wide_as_the_terminal(
+    functions: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {}
+    for columns in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert plan(f"{functions}:stack", "--vary", "batch=1,2", "--no-simulation") == 0
+        tables[columns] = capsys.readouterr().out
+    assert max(map(len, tables["80"].splitlines())) <= 80 < max(map(len, tables["200"].splitlines()))
+    cells = [sorted(set(re.split(r"  +|\n", tables[columns]))) for columns in tables]
+    assert cells[0] == cells[1]
+
+
 def test_what_libraries_print_while_planning_is_no_part_of_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
     libc = ctypes.CDLL(None)
-    with _libraries_silenced():
+    with libraries_silenced():
         libc.puts(b"from C")
     print("from us")
     libc.fflush(None)
