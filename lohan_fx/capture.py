@@ -14,14 +14,17 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
 from lohan_fx import ops
+from lohan_fx.buffered import linked
 from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
-from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of
+from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
 from lohan_fx.passes.liveness import rises
 from lohan_fx.passes.traffic import swap_sizes_bytes
-from lohan_fx.pipeline import Request, boxed, compile_inference, compile_training, replan
+from lohan_fx.pipeline import Request, compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.resident_limit import Rises
+from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.shell import Shell
 
 Replan = Callable[[Request], Plan]
@@ -31,6 +34,8 @@ Replan = Callable[[Request], Plan]
 class Linked(Protocol):
     """What the backend needs of the compiled model: its request, and a runtime to link graphs to."""
 
+    @property
+    def workspace(self) -> Workspace: ...
     def capture_begins(self) -> None: ...
     def request(self) -> Request: ...
     def link(
@@ -52,6 +57,8 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         slots = range(0)
         compiled: dict[str, dict[str, Run]] = {}
         coming: dict[str, Rises] = {}
+        assigned: dict[str, Assignment] = {}
+        workspace = model.workspace
 
         def training(
             joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -74,6 +81,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             again = functools.partial(replan, joint, num_fwd_outputs, parameters)
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             compiled.update(halves.compiled)
+            assigned.update(halves.assigned)
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
             return halves.forward, halves.backward
@@ -81,17 +89,17 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         def inference(graph: GraphModule, inputs: Any) -> Any:
             halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
             model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
+            assigned.update(halves.assigned)
             coming.update(_host_rises(halves, plan))
-            return _linked(halves.forward, lambda: model.forward(coming["forward"], training=False))
+            return run(halves.forward, "forward", lambda: model.forward(coming["forward"], training=False))
+
+        def run(graph: GraphModule, half: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
+            graph = replace_segments(graph, compiled.get(half, {}))
+            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned)), around)
 
         return aot_autograd(
-            fw_compiler=lambda graph, _: _linked(
-                replace_segments(graph, compiled.get("forward", {})),
-                lambda: model.forward(coming["forward"], training=True),
-            ),
-            bw_compiler=lambda graph, _: _linked(
-                replace_segments(graph, compiled.get("backward", {})), lambda: model.backward(coming["backward"])
-            ),
+            fw_compiler=lambda graph, _: run(graph, "forward", lambda: model.forward(coming["forward"], training=True)),
+            bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"])),
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)
@@ -101,7 +109,9 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
 
 def _host_rises(halves: Halves, plan: Plan) -> dict[str, Rises]:
     """What each half takes of host memory from look to look (``ResidentLimit``): nothing where a GPU has what it makes."""
-    return {name: found if plan.device == "cpu" else {} for name, found in rises(halves, plan).items()}
+    apart = {half: one.offsets.keys() for half, one in halves.assigned.items()}
+    found = rises(halves, plan, elsewhere=apart)
+    return {half: of_half if plan.device == "cpu" else {} for half, of_half in found.items()}
 
 
 def shells_among(example_inputs: Sequence[Any]) -> dict[int, ParameterInput]:
@@ -147,9 +157,10 @@ def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInp
             )
 
 
-def _linked(gm: GraphModule, around: Callable[[], AbstractContextManager[None]]) -> Callable[[list[Any]], Any]:
-    """``gm`` boxed, inside the runtime's guard of forwards or backwards."""
-    graph = boxed(gm)
+def _guarded(
+    graph: Callable[[list[Any]], Any], around: Callable[[], AbstractContextManager[None]]
+) -> Callable[[list[Any]], Any]:
+    """``graph`` inside the runtime's guard of forwards or backwards."""
 
     def run(args: list[Any]) -> Any:
         with around():

@@ -31,6 +31,7 @@ from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
+from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -194,8 +195,13 @@ class CompiledModel:
 
     # --- what the backend asks for ----------------------------------------------------------------------------
 
+    @property
+    def workspace(self) -> Workspace:
+        return self.engine.workspace
+
     def capture_begins(self) -> None:
         """What a capture takes comes on top of what is in RAM: first give back what nobody uses."""
+        self.workspace.give_back()
         self._give_back()
 
     def request(self) -> Request:

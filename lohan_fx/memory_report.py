@@ -81,6 +81,7 @@ class _Books:
     staging_bytes: int
     swapped_bytes: int
     landing_bytes: int
+    workspace_bytes: int
 
     @property
     def resident_bytes(self) -> int:
@@ -92,7 +93,7 @@ class _Books:
 
     @property
     def runtime_bytes(self) -> int:
-        return self.staging_bytes + self.swapped_bytes + self.landing_bytes + self.malloc_bytes
+        return self.staging_bytes + self.swapped_bytes + self.landing_bytes + self.workspace_bytes + self.malloc_bytes
 
 
 class MemoryAccounts:
@@ -174,7 +175,7 @@ class MemoryAccounts:
             (SWAPPED, peak.swapped_bytes),
             (GRADIENTS, peak.use.gradient_bytes),
             (LANDING, peak.landing_bytes),
-            (VALUES, max(0, graphs)),
+            (VALUES, max(0, graphs) + peak.workspace_bytes),
             (HOLES, peak.process.free_bytes),
         ]
 
@@ -184,7 +185,7 @@ class MemoryAccounts:
 
     def _read(self) -> _Books:
         stage, op, use = self._stage, _running(self._thread), self._use()
-        touched = (_touched(ranges) for ranges in (use.staging, use.swapped, use.landing))
+        touched = (_touched(ranges) for ranges in (use.staging, use.swapped, use.landing, use.workspace))
         return _Books(stage, op, process_memory.now(), use, *touched)
 
 

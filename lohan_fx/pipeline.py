@@ -20,6 +20,7 @@ from lohan_fx.meta import Cost
 from lohan_fx.op_times import time_ops
 from lohan_fx.passes.activation_graph import activation_graph
 from lohan_fx.passes.annotate import annotate
+from lohan_fx.passes.assign_buffers import assign_buffers
 from lohan_fx.passes.halves import Halves, ParameterInput, Pass
 from lohan_fx.passes.insert_fetches import insert_fetches
 from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
@@ -45,6 +46,11 @@ PASSES: tuple[Pass, ...] = (
     insert_gradient_offload,
     schedule,
 )
+
+
+BUFFERS_ROOM_BYTES = 16 << 20
+"""Values may take so much more in their places than without even where a plan fills the promise: holes in the heap, of which
+no plan speaks, would take more."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def compile_training(
     if request.segments != inductor.BOXED:
         inductor.compile_segments(halves, plan, request.segments, _node_seconds(request))
         inductor.copy_seconds(halves, joint)
-    plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    plan = dataclasses.replace(plan, prediction=_placed(halves, plan, request))
     halves.recompile()
     return halves, plan
 
@@ -107,7 +113,7 @@ def plan_training(
     rewrites = _Rewrites(joint, num_outputs, parameters)
     plan = _search(rewrites, request)
     halves = rewrites.halves(plan)
-    return halves, dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    return halves, dataclasses.replace(plan, prediction=_placed(halves, plan, request))
 
 
 def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput], request: Request) -> Plan:
@@ -133,7 +139,7 @@ def compile_inference(
         plan = dataclasses.replace(plan, parameters=request.homes)
     halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]
     _apply_passes(halves, plan, checked=True)
-    plan = dataclasses.replace(plan, prediction=_predict(halves, plan, request))
+    plan = dataclasses.replace(plan, prediction=_placed(halves, plan, request))
     halves.recompile()
     return halves, plan
 
@@ -290,6 +296,17 @@ def _homes_only(request: Request) -> Plan:
 def _device_peak(halves: Halves, plan: Plan) -> int:
     """Most device bytes alive in either half, with what is on its way out."""
     return max(half.bytes for half in device_peaks(halves, plan).values())
+
+
+def _placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
+    """The prediction for final ``halves``, whose values get their places in what the plan leaves of the promise."""
+    prediction = _predict(halves, plan, request)
+    room = plan.host_memory_bytes - prediction.peak_bytes["host"]
+    more = assign_buffers(halves, plan, room_bytes=max(room, BUFFERS_ROOM_BYTES))
+    more = max(0, min(more, room))
+    return dataclasses.replace(
+        prediction, peak_bytes={tier: nbytes + more for tier, nbytes in prediction.peak_bytes.items()}
+    )
 
 
 def _predict(halves: Halves, plan: Plan, request: Request) -> Prediction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,15 @@ class ParameterInput:
     trainable: bool
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """``offsets``: first byte of each assigned value, by its node's name, in a stretch of ``nbytes``; set by
+    ``assign_buffers``."""
+
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
 @dataclass
 class Halves:
     """The forward graph and, in training, the backward graph.
@@ -29,7 +38,8 @@ class Halves:
     backward takes them, in the same order (symbolic sizes first), under the same placeholder names, and then the
     tangents. ``parameters``: placeholder name -> parameter. ``gradients``: position among the backward's outputs
     -> parameter whose gradient that is. ``activation_slots``: slots that ``insert_swaps`` may give out. ``compiled``: per
-    half, the segments that are to run compiled, by their names (``cut_segments``).
+    half, the segments that are to run compiled, by their names (``cut_segments``). ``assigned``: per half, the values that are
+    to lie in the workspace.
     """
 
     forward: GraphModule
@@ -39,6 +49,7 @@ class Halves:
     gradients: dict[int, ParameterInput]
     activation_slots: range
     compiled: dict[str, dict[str, Callable[[list[Any]], Any]]] = field(default_factory=dict)
+    assigned: dict[str, Assignment] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
         """("forward", gm) and, where there is one, ("backward", gm)."""

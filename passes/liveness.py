@@ -15,7 +15,7 @@ no more of it is there at once than the plan's windows allow (``device_peaks``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +27,7 @@ from lohan_fx.passes.halves import Halves, outputs_of
 from lohan_fx.plan import ParameterPlan, Plan, Tier
 
 _SENDING = (ops.SWAP_OUT, ops.OFFLOAD_GRAD)
+_NOTHING: Mapping[str, Collection[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ class _Moment:
     largest_bytes: int
 
 
-def device_peaks(halves: Halves, plan: Plan) -> dict[str, Peak]:
-    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op."""
+def device_peaks(halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING) -> dict[str, Peak]:
+    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op. ``elsewhere``: by half, the ops
+    whose values do not count."""
     most: dict[str, tuple[int, str]] = {}
     end_bytes: dict[str, int] = {}
-    for half, at in _moments(halves, plan):
+    for half, at in _moments(halves, plan, elsewhere):
         leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
         nbytes = at.live_bytes + at.gradient_bytes + leaving
         end_bytes[half] = nbytes
@@ -121,7 +123,9 @@ def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:
     return max(0, room)
 
 
-def _moments(halves: Halves, plan: Plan) -> Iterator[tuple[str, _Moment]]:
+def _moments(
+    halves: Halves, plan: Plan, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+) -> Iterator[tuple[str, _Moment]]:
     """By half, each op while it runs.
 
     Swapped activations leave one after the other: once one has been waited for in the backward, it and all that were
@@ -135,12 +139,12 @@ def _moments(halves: Halves, plan: Plan) -> Iterator[tuple[str, _Moment]]:
     sent_bytes = gone_bytes = 0
     for half, gm in halves.graphs():
         leaves = {
-            _storage(n.all_input_nodes[0]): op
+            storage_of(n.all_input_nodes[0]): op
             for op in _SENDING
             for n in gm.graph.find_nodes(op="call_function", target=op)
             if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
         }
-        for node, during, _, dead in _walk(gm, resident, halves.parameters, held):
+        for node, during, _, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(half, ())):
             name = "inputs" if node is None else node.name
             # What is handed over is alive until that op has run, beside what was handed over before.
             yield half, _Moment(name, during, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
@@ -174,9 +178,12 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
     }
 
 
-def rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
+def rises(
+    halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+) -> dict[str, dict[int | None, int]]:
     """By half and slot: how much more than before the fetch of that parameter, or before its gradient leaves, is alive at
-    the most until the next such node; None stands for the beginning. Counted as in ``peaks``."""
+    the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, without what is
+    leaving."""
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
     found: dict[str, dict[int | None, int]] = {}
@@ -184,7 +191,7 @@ def rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
         slot: int | None = None
         base = before = 0
         half = found[name] = {None: 0}
-        for node, during, after, _ in _walk(gm, resident, halves.parameters, held):
+        for node, during, after, _ in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ())):
             if node is None:
                 base = during
             elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
@@ -195,18 +202,23 @@ def rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
 
 
 def _walk(
-    gm: GraphModule, resident: Collection[str], shells: Collection[str], held: Collection[str]
+    gm: GraphModule,
+    resident: Collection[str],
+    shells: Collection[str],
+    held: Collection[str],
+    elsewhere: Collection[str] = (),
 ) -> Iterator[tuple[Node | None, int, int, Sequence[tuple[Node, int]]]]:
     """Each op with the bytes alive while it runs and after it, and what dies in between; first None, with the inputs."""
     nodes = list(gm.graph.nodes)
     dying = _dying(nodes)
-    kept = {_storage(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
+    kept = {storage_of(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
     live = {n: meta.cost(n).bytes for n in nodes if n.op == "placeholder" and n.name not in shells}
     total = sum(live.values())
     yield None, total, total, ()
     for place, node in enumerate(nodes):
         if node.op == "call_function":
-            made = {} if node.target is ops.FETCH and meta.origin(node) in resident else _made(node)
+            apart = node.name in elsewhere or (node.target is ops.FETCH and meta.origin(node) in resident)
+            made = {} if apart else _made(node)
             live.update(made)
             during = total = total + sum(made.values())
             dead = [(storage, live.pop(storage, 0)) for storage in dying.get(place, ()) if storage not in kept]
@@ -224,24 +236,29 @@ def _made(node: Node) -> dict[Node, int]:
     return {node: at_hint(storage_bytes(meta.value(node))) - sum(parts.values()), **parts}
 
 
-def _storage(node: Node) -> Node:
+def storage_of(node: Node) -> Node:
     """The node that made the storage that ``node`` shows."""
     while node.op == "call_function" and meta.cost(node).is_view and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _dying(nodes: list[Node]) -> dict[int, list[Node]]:
-    """Place -> storages that nothing needs after it."""
+def last_uses(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Storage (the node that makes it) -> the place in ``nodes`` of the last that needs it."""
     last: dict[Node, int] = {}
     for place, node in enumerate(nodes):
         if node.op == "call_function":
-            last[_storage(node)] = place
+            last[storage_of(node)] = place
         for source in node.all_input_nodes:
-            last[_storage(source)] = place
+            last[storage_of(source)] = place
         if node.target is operator.getitem:
             last.update(dict.fromkeys(node.all_input_nodes[0].users, place))
+    return last
+
+
+def _dying(nodes: list[Node]) -> dict[int, list[Node]]:
+    """Place -> storages that nothing needs after it."""
     dying: dict[int, list[Node]] = {}
-    for storage, place in last.items():
+    for storage, place in last_uses(nodes).items():
         dying.setdefault(place, []).append(storage)
     return dying

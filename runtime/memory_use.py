@@ -20,14 +20,15 @@ Range = tuple[int, int]
 class MemoryUse:
     """Bytes in host memory; where a GPU computes, without what is in its own.
 
-    ``staging``, ``swapped`` and ``landing``: where the buffers of the lanes lie, activations in host memory, and what the
-    drives bring to where it is used; touched or not. ``gradient_bytes``: those that wait for their update or for the end of
-    the step.
+    ``staging``, ``swapped``, ``landing`` and ``workspace``: where the buffers of the lanes lie, activations in host memory,
+    what the drives bring to where it is used, and what graphs make and use up; touched or not. ``gradient_bytes``: those
+    that wait for their update or for the end of the step.
     """
 
     staging: tuple[Range, ...] = ()
     swapped: tuple[Range, ...] = ()
     landing: tuple[Range, ...] = ()
+    workspace: tuple[Range, ...] = ()
     parameter_bytes: int = 0
     state_bytes: int = 0
     gradient_bytes: int = 0

@@ -1,0 +1,198 @@
+"""assign_buffers: where the values that a graph makes and uses up itself lie in one stretch of memory.
+
+Requires: annotated graphs, rewritten and scheduled.
+Ensures: ``halves.assigned``, the graphs unchanged (``assign_buffers``); or the graph with such an op in place of each
+assigned one (``write_into``):
+
+    mm = mm(a, b)
+        becomes
+    mm_out = self.mm_out;  mm = mm.out(a, b, out=mm_out)
+
+The C library's heap would hold them as well, but what is freed among what stays are holes that count as resident, and
+a block of more than 32 MiB is mapped and cleared anew by the kernel each time. Lifetimes are known here, so two values
+share bytes where they never live at once (docs/0029).
+
+Not assigned: what outlives the graph, what is handed to the runtime (it may be read after the graph has gone on), what an
+op makes that has no kernel which writes into a given tensor, sizes that are symbolic, and what is not in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from lohan_fx import meta
+from lohan_fx.passes.halves import Assignment, Halves, outputs_of
+from lohan_fx.passes.liveness import device_peaks, last_uses, storage_of
+from lohan_fx.plan import Plan
+
+ALIGNMENT_BYTES = 64
+"""Of what torch's allocator hands out for a processor."""
+_MAPPED_BYTES = 32 << 20
+"""Blocks of more than this the C library maps anew each time, and unmaps: they leave no holes."""
+SIZES = (range(64 << 10, sys.maxsize), range(64 << 10, _MAPPED_BYTES + 1), range(1 << 20, _MAPPED_BYTES + 1))
+"""Which values are assigned, by their bytes: of these the first with which there is room for the stretch, which stays
+whatever lives in it. Smaller values stay with the heap."""
+
+_aten = torch.ops.aten
+_COPIES = (_aten._to_copy.default, _aten.clone.default)
+"""What ``copy_`` into the given tensor does, whose dtype and strides say all that their arguments do."""
+_WITH_NUMBER = {_aten.mul.Scalar: _aten.mul.out, _aten.div.Scalar: _aten.div.out}
+"""What torch itself makes of these: the number becomes a tensor."""
+
+
+@dataclass(frozen=True)
+class _Life:
+    """A value, and the places in the graph of the node that makes it and of the last that reads it."""
+
+    node: Node
+    nbytes: int
+    first: int
+    last: int
+
+
+def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
+    """Note on ``halves`` where their values lie in the stretch that they share; the bytes by which that raises the peak.
+
+    At most ``room_bytes``: else fewer values are assigned, or none. None either where segments run compiled, which make
+    their values themselves.
+    """
+    halves.assigned = {}
+    if plan.device != "cpu" or any(halves.compiled.values()):
+        return 0
+    alone = _peak(halves, plan, {})
+    for sizes in SIZES:
+        found = {half: assign(gm, sizes) for half, gm in halves.graphs()}
+        more = _peak(halves, plan, found) - alone
+        if more <= room_bytes:
+            halves.assigned = found
+            return more
+    return 0
+
+
+def _peak(halves: Halves, plan: Plan, found: Mapping[str, Assignment]) -> int:
+    apart = {half: one.offsets.keys() for half, one in found.items()}
+    live = max(peak.bytes for peak in device_peaks(halves, plan, elsewhere=apart).values())
+    return live + shared_bytes(found)
+
+
+def shared_bytes(found: Mapping[str, Assignment]) -> int:
+    """The stretch that holds any one of ``found``."""
+    return max((one.nbytes for one in found.values()), default=0)
+
+
+def assign(gm: GraphModule, sizes: range) -> Assignment:
+    """Places for the values of ``gm`` whose bytes are within ``sizes``: the largest first, each in the smallest gap between those
+    that live when it does ("greedy by size": Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net
+    Inference, 2020)."""
+    alive: list[list[tuple[int, _Life]]] = [[] for _ in gm.graph.nodes]
+    offsets: dict[str, int] = {}
+    end = 0
+    for life in sorted(_lives(gm, sizes), key=lambda one: (-one.nbytes, one.first)):
+        span = range(life.first, life.last + 1)
+        beside = {other.node: (offset, other.nbytes) for place in span for offset, other in alive[place]}
+        offset = _gap(life.nbytes, sorted(beside.values()))
+        for place in span:
+            alive[place].append((offset, life))
+        offsets[life.node.name] = offset
+        end = max(end, offset + life.nbytes)
+    return Assignment(offsets, end)
+
+
+def _gap(nbytes: int, beside: Sequence[tuple[int, int]]) -> int:
+    """The offset of the smallest gap of ``nbytes`` between those of ``beside``, (offset, bytes) in order, or behind them."""
+    best, best_bytes, end = -1, 0, 0
+    for offset, taken in beside:
+        gap = offset - end
+        if gap >= nbytes and (best < 0 or gap < best_bytes):
+            best, best_bytes = end, gap
+        end = max(end, offset + taken)
+    return best if best >= 0 else end
+
+
+def _lives(gm: GraphModule, sizes: range) -> list[_Life]:
+    nodes = list(gm.graph.nodes)
+    place_of = {node: place for place, node in enumerate(nodes)}
+    last = last_uses(nodes)
+    staying = {storage_of(n) for n in outputs_of(gm) if isinstance(n, Node)}
+    staying |= {storage_of(source) for n in nodes if _may_keep(n) for source in n.all_input_nodes}
+    return [
+        _Life(node, _padded(meta.cost(node).bytes), place_of[node], last[node])
+        for node in nodes
+        if node not in staying and meta.cost(node).bytes in sizes and is_assignable(node)
+    ]
+
+
+def _may_keep(node: Node) -> bool:
+    """Whether ``node`` may read what it is given after it has returned, or hands it on in a way that nothing tells."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return node.target.namespace not in ("aten", "prims") or node.target._schema.is_mutable
+
+
+def is_assignable(node: Node) -> bool:
+    """Whether ``node`` makes one dense tensor in host memory and can do so in a place that it is given."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or meta.cost(node).is_view:
+        return False
+    value = meta.tensor(node)
+    if value is None or value.device.type != "cpu" or value.layout != torch.strided:
+        return False
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return False
+    span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return span == value.numel() and (node.target in _COPIES or writing(node.target) is not None)
+
+
+@functools.lru_cache(maxsize=1024)
+def writing(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
+    """The overload of ``op`` that computes the same into a given tensor, by a kernel of its own for processors, and the name
+    of that argument; None where there is none, or only one that computes elsewhere and copies."""
+    if op in _WITH_NUMBER:
+        return _WITH_NUMBER[op], "out"
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    for name in op._overloadpacket.overloads():
+        found = getattr(op._overloadpacket, name)
+        *rest, out = found._schema.arguments
+        if (
+            out.kwarg_only
+            and out.alias_info is not None
+            and out.alias_info.is_write
+            and [(a.name, str(a.type)) for a in rest] == wanted
+            and torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CPU")
+        ):
+            return found, out.name
+    return None
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def into(op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> tuple[torch._ops.OpOverload, Any, Any]:
+    """(op, args, kwargs) that compute what ``op`` of ``args`` and ``kwargs`` does, into ``out``."""
+    if op in _COPIES:
+        return _aten.copy_.default, (out, args[0]), {}
+    found = writing(op)
+    assert found is not None, f"{op} has no kernel that writes into a given tensor"
+    return found[0], args, {**kwargs, found[1]: out}
+
+
+def write_into(gm: GraphModule, names: Collection[str]) -> None:
+    """Let each op of ``names`` write into the tensor that the module has for it under ``buffer_name``."""
+    for node in [n for n in gm.graph.nodes if n.name in names]:
+        with gm.graph.inserting_before(node):
+            out = gm.graph.create_node("get_attr", buffer_name(node.name))
+        node.target, node.args, node.kwargs = into(node.target, node.args, node.kwargs, out)
+
+
+def buffer_name(name: str) -> str:
+    return f"{name}_out"
