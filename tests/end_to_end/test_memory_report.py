@@ -41,8 +41,10 @@ def test_rows_add_up_to_the_peak_and_leave_little_over(policy: str, tmp_path: Pa
     assert rows[STAGING] <= planned[STAGING]
     assert (rows[STAGING] > 16 << 20) == (policy != "in-memory"), found["text"]
     assert found["stage"] in ("forward", "backward")
-    assert found["op"].isidentifier()
-    assert HOLES in found["text"] and f"peak RSS, {found['stage']}, at {found['op']}" in found["text"]
+    # The peak may also lie between two ops, or after the last: where updates are waited for.
+    assert not found["op"] or found["op"].isidentifier()
+    at = f", at {found['op']}" if found["op"] else " "
+    assert HOLES in found["text"] and f"peak RSS, {found['stage']}{at}" in found["text"]
 
 
 def test_purposes_have_names_of_their_own() -> None:
