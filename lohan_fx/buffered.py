@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 from lohan_fx import meta
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
-from lohan_fx.pipeline import boxed
 from lohan_fx.runtime.workspace import Workspace
 
 
 class Buffered:
-    """``gm`` as a function of one list, which it empties (``pipeline.boxed``).
+    """``gm`` as a function of one list, which it empties (``boxed``).
 
     Its values lie in ``nbytes`` of ``workspace`` as ``assignment`` says, which does not allocate them; where another graph has
     the workspace, the heap holds them as ever. The bits are the same.
@@ -65,3 +65,14 @@ def linked(
     if assignment is None or not assignment.offsets:
         return boxed(gm)
     return Buffered(gm, assignment, workspace, nbytes)
+
+
+def boxed(gm: GraphModule) -> Callable[[list[object]], object]:
+    """``gm`` as a function of one list, which it empties: every value dies at its last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[object]) -> object:
+        return gm.forward(args)
+
+    return run

@@ -21,8 +21,9 @@ from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
 from lohan_fx.passes.liveness import rises
 from lohan_fx.passes.traffic import swap_sizes_bytes
-from lohan_fx.pipeline import Request, compile_inference, compile_training, replan
+from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
+from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.shell import Shell

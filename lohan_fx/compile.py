@@ -16,9 +16,9 @@ from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, ins
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_init import Initialize
 from lohan_fx.original_parameters import slots_of
-from lohan_fx.pipeline import Request
 from lohan_fx.plan import Plan
 from lohan_fx.problem import ParameterFacts
+from lohan_fx.request import Request
 from lohan_fx.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore

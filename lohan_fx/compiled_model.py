@@ -25,9 +25,9 @@ from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
-from lohan_fx.pipeline import Request, settled
 from lohan_fx.plan import Plan
 from lohan_fx.process_memory import ProcessMemory
+from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises

@@ -16,9 +16,10 @@ from lohan_fx.budgets import UNLIMITED_SHARE, choose_windows, default_host_memor
 from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture
-from lohan_fx.pipeline import Request, plan_training, work_of
+from lohan_fx.pipeline import plan_training, work_of
 from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
 from lohan_fx.policies import named
+from lohan_fx.request import Request
 from lohan_fx.simulator import Simulation, simulate
 
 YEAR_S = 365 * 86400

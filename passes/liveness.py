@@ -112,6 +112,11 @@ def device_peaks(halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collecti
     return {half: Peak(nbytes, node, end_bytes[half]) for half, (nbytes, node) in most.items()}
 
 
+def device_peak(halves: Halves, plan: Plan) -> int:
+    """Most device bytes alive in either half, with what is on its way out."""
+    return max(half.bytes for half in device_peaks(halves, plan).values())
+
+
 def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:
     """The widest window for swapping out with which ``device_peaks`` stays within ``limit_bytes``, if any does; at most
     all that is swapped."""

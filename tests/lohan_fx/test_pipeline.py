@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lohan_fx import meta, ops, pipeline
 from lohan_fx.budgets import MIB, choose_windows, make_budgets
+from lohan_fx.buffered import boxed
 from lohan_fx.errors import InfeasiblePlan, VerifyError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import closure
@@ -27,10 +28,11 @@ from lohan_fx.passes.halves import Halves, ParameterInput
 from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.passes.traffic import PAGE_BYTES, padding_bytes
 from lohan_fx.passes.verify import ORDER
-from lohan_fx.pipeline import PASSES, Request, boxed, compile_inference, compile_training
+from lohan_fx.pipeline import PASSES, compile_inference, compile_training
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import ParameterFacts
+from lohan_fx.request import Request
 from tests.passes import graphs
 from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
 from tests.passes.graphs import Captured, captured, graph_of, nodes

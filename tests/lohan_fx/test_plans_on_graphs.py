@@ -14,9 +14,10 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture, meta_capture
 from lohan_fx.model_families import build
 from lohan_fx.model_presets import named
-from lohan_fx.pipeline import Request, plan_training
+from lohan_fx.pipeline import plan_training
 from lohan_fx.plan import Plan
 from lohan_fx.problem import Budgets
+from lohan_fx.request import Request
 from lohan_fx.simulator import Simulation, simulate
 
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peaks, peaks
 from lohan_fx.passes.step_ends import NEGLIGIBLE
 from lohan_fx.passes.traffic import traffic
-from lohan_fx.pipeline import Request
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.request import Request
 from tests.lohan_fx.simulated import DECISIONS, PAGE, drive, machine, run, second_each, windows
 from tests.lohan_fx.test_pipeline import request, trained
 from tests.passes.graphs import captured, plan_for, rewrite

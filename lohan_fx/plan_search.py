@@ -1,0 +1,125 @@
+"""plan_search: the plan for a joint graph: the policy's, with the staging and the windows that suit it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch.fx import GraphModule
+
+from lohan_fx import staging
+from lohan_fx.budgets import largest_layer, staging_bytes
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.memory_model import resident_bytes
+from lohan_fx.passes.activation_graph import activation_graph
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.liveness import device_peak, swap_out_room
+from lohan_fx.passes.step_ends import step_ends
+from lohan_fx.passes.traffic import fetch_counts, traffic
+from lohan_fx.plan import Plan, Swap, Tier, Use, Windows
+from lohan_fx.planner import make_plan
+from lohan_fx.problem import Problem
+from lohan_fx.request import Request, node_seconds, plan_of_homes, settled
+from lohan_fx.simulated_step import simulated_step_s
+from lohan_fx.step_program import step_program
+
+
+class Rewrites:
+    """The halves that plans make of one joint graph, unverified; only the last are kept, for whoever asks again."""
+
+    def __init__(self, joint: GraphModule, num_outputs: int, rewrite: Callable[[Plan], Halves]) -> None:
+        self.joint, self.num_outputs, self._rewrite = joint, num_outputs, rewrite
+        self._last: tuple[Plan, Halves] | None = None
+        self._peaks: dict[tuple[object, ...], int] = {}
+
+    def device_peak(self, plan: Plan) -> int:
+        """Most device bytes alive, remembered: a model that is planned again is asked for some plans again."""
+        key = (*_of_graphs(plan), plan.windows.gradient_bytes, plan.windows.swap_out_bytes)
+        if key not in self._peaks:
+            self._peaks[key] = device_peak(self.halves(plan), plan)
+        return self._peaks[key]
+
+    def halves(self, plan: Plan) -> Halves:
+        if self._last is None or not _same_graphs(self._last[0], plan):
+            self._last = None  # before the next are made: the halves of a large model are large
+            self._last = (plan, self._rewrite(plan))
+        return self._last[1]
+
+
+def _same_graphs(one: Plan, other: Plan) -> bool:
+    """Whether two plans make the same graphs, in which of all windows only those of ``schedule`` show."""
+    return _of_graphs(one) == _of_graphs(other)
+
+
+def _of_graphs(plan: Plan) -> tuple[object, ...]:
+    return plan.activations, plan.parameters, plan.windows.fetch_bytes, plan.windows.swap_in_bytes
+
+
+def search(rewrites: Rewrites, request: Request) -> Plan:
+    """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match."""
+    seconds = node_seconds(request)
+    keeping = rewrites.halves(_keep_everything(request))
+    costs = traffic(keeping, _keep_everything(request), seconds)
+    problem = Problem(
+        policy=request.policy,
+        compute_dtype=request.compute_dtype,
+        parameters=request.parameters,
+        activations=activation_graph(rewrites.joint, num_outputs=rewrites.num_outputs, node_seconds=seconds),
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        budgets=request.budgets,
+        windows=request.windows,
+        device_peak=rewrites.device_peak,
+        fetches=fetch_counts(keeping),
+        ends=step_ends(keeping, seconds, request.windows.gradient_bytes),
+        holds=request.holds,
+    )
+    plan = make_plan(problem, request.hw)
+    if request.chooses_staging:
+        plan = _with_staging(plan, problem, rewrites, request)
+    return _with_swap_out_room(plan, rewrites.halves(plan))
+
+
+def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> Plan:
+    """``plan`` with the staging that pays, and made again where that takes memory from other uses, or leaves them more."""
+    division, shared = plan.division, request.budgets.shared
+    if division is None or all(p.home is Tier.DEVICE and p.states_home is not Tier.NVME for p in plan.parameters):
+        return plan
+    program = step_program(rewrites.halves(plan), plan, node_seconds(request))
+
+    def step_s(windows: Windows) -> float:
+        tried = dataclasses.replace(plan, windows=windows)
+        return simulated_step_s(program, tried, request.hw, transfers=staging.TRANSFERS)
+
+    free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
+    per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
+    chunks = -(-largest_layer(problem.parameters)[1] // plan.windows.chunk_elements)
+    found = staging.choose(
+        plan.windows, step_s, layer_chunks=chunks, shared=shared, per_byte_s=per_byte_s, free_bytes=free
+    )
+    more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
+    if 0 <= more <= free:
+        return staging.with_staging(plan, found, more)
+    asked = settled(request, found.windows)
+    try:
+        again = make_plan(dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows), request.hw)
+    except InfeasiblePlan:
+        return plan
+    return staging.with_staging(again, found, 0)
+
+
+def _with_swap_out_room(plan: Plan, halves: Halves) -> Plan:
+    """``plan`` with all the room for activations on their way out that costs nothing: usually the forward, where they
+    leave, is not where memory is short. On a GPU that is what the plan leaves of its memory, on a CPU what its peak has
+    at other moments."""
+    if not any(isinstance(a.decision, Swap) for a in plan.activations):
+        return plan
+    on_cpu = plan.device == "cpu"
+    limit = device_peak(halves, plan) if on_cpu else plan.device_memory_bytes - resident_bytes(plan)[0]
+    room = max(plan.windows.swap_out_bytes, swap_out_room(halves, plan, limit))
+    return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, swap_out_bytes=room))
+
+
+def _keep_everything(request: Request) -> Plan:
+    """A plan without decisions: all that the backward reads is kept. Only good for counting."""
+    return dataclasses.replace(plan_of_homes(request), device_memory_bytes=2**62)

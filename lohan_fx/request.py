@@ -1,0 +1,69 @@
+"""request: what a captured graph is to be compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lohan_fx import cost, inductor, staging
+from lohan_fx.budgets import staging_bytes
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Cost
+from lohan_fx.plan import ParameterPlan, Plan, Windows
+from lohan_fx.plan_builder import homes_only
+from lohan_fx.problem import Budgets, ParameterFacts
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``compile`` was asked for, as far as the pipeline needs it.
+
+    ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
+    many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
+    replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
+    may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``holds``: all gradients wait for
+    ``step()`` (docs/0014).
+    """
+
+    hw: HardwareProfile
+    policy: str
+    compute_dtype: str
+    matmul_rate: float
+    parameters: tuple[ParameterFacts, ...]
+    budgets: Budgets
+    windows: Windows
+    plan: Plan | None
+    homes: tuple[ParameterPlan, ...] = ()
+    compute_scale: float = 1.0
+    revise: bool = True
+    segments: str = inductor.BOXED
+    chooses_staging: bool = True
+    holds: bool = False
+
+
+def settled(request: Request, windows: Windows) -> Request:
+    """``request`` with the staging of ``windows`` from now on: its bytes count as spent, and nobody changes it again."""
+    shared = request.budgets.shared
+    more = staging_bytes(windows, shared=shared) - staging_bytes(request.windows, shared=shared)
+    return dataclasses.replace(
+        request,
+        windows=staging.with_buffers_of(request.windows, windows),
+        budgets=dataclasses.replace(request.budgets, fixed_bytes=request.budgets.fixed_bytes + more),
+        chooses_staging=False,
+    )
+
+
+def node_seconds(request: Request) -> Callable[[Cost], float]:
+    """How long a node takes, as far as ``request`` knows."""
+
+    def seconds(found: Cost) -> float:
+        scale = request.compute_scale if found.measured_s is not None else 1.0
+        return scale * cost.node_seconds(found, request.hw, request.matmul_rate)
+
+    return seconds
+
+
+def plan_of_homes(request: Request) -> Plan:
+    """The plan that decides only where parameters are."""
+    return homes_only(request.policy, request.compute_dtype, request.parameters, request.budgets, request.windows)
