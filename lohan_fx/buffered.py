@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 
 from lohan_fx import meta
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
-from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.runtime.workspace import Room, Workspace
 
 
 class Buffered:
     """``gm`` as a function of one list, which it empties (``boxed``).
 
     Its values lie in ``nbytes`` of ``workspace`` as ``assignment`` says, which does not allocate them; where another graph has
-    the workspace, the heap holds them as ever. The bits are the same.
+    the workspace, the heap holds them as ever. What outlives the graph lies in ``room``. The bits are the same.
     """
 
-    def __init__(self, gm: GraphModule, assignment: Assignment, workspace: Workspace, nbytes: int) -> None:
+    def __init__(self, gm: GraphModule, assignment: Assignment, workspace: Workspace, nbytes: int, room: Room) -> None:
         self._graph, self._assignment, self._workspace, self._nbytes = gm, assignment, workspace, nbytes
         self._values = {n.name: meta.tensor(n) for n in gm.graph.nodes if n.name in assignment.offsets}
         self._module = GraphModule(gm, copy.deepcopy(gm.graph))
-        write_into(self._module, assignment.offsets)
+        write_into(self._module, assignment, functools.partial(_maker, room))
         self._in_workspace = boxed(self._module)
         self._in_heap: Callable[[list[Any]], Any] | None = None
         self._bound: torch.Tensor | None = None
@@ -58,13 +59,23 @@ class Buffered:
         self._bound = memory
 
 
+def _maker(room: Room, node: Node) -> Callable[[], torch.Tensor]:
+    value = meta.tensor(node)
+    assert value is not None
+
+    def make() -> torch.Tensor:
+        return room.like(value)
+
+    return make
+
+
 def linked(
-    gm: GraphModule, assignment: Assignment | None, workspace: Workspace, nbytes: int
+    gm: GraphModule, assignment: Assignment | None, workspace: Workspace, nbytes: int, room: Room
 ) -> Callable[[list[Any]], Any]:
     """``gm`` as a function of one list, with its values where ``assignment`` says, if there is one."""
-    if assignment is None or not assignment.offsets:
+    if assignment is None or not (assignment.offsets or assignment.outliving):
         return boxed(gm)
-    return Buffered(gm, assignment, workspace, nbytes)
+    return Buffered(gm, assignment, workspace, nbytes, room)
 
 
 def boxed(gm: GraphModule) -> Callable[[list[object]], object]:

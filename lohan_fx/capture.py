@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from lohan_fx import ops
 from lohan_fx.buffered import linked
 from lohan_fx.errors import CaptureError, LohanError
-from lohan_fx.passes.assign_buffers import shared_bytes
+from lohan_fx.passes.assign_buffers import outliving_bytes, shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
 from lohan_fx.passes.liveness import rises
@@ -25,7 +25,7 @@ from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
 from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
-from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.runtime.workspace import Room, Workspace
 from lohan_fx.shell import Shell
 
 Replan = Callable[[Request], Plan]
@@ -37,6 +37,8 @@ class Linked(Protocol):
 
     @property
     def workspace(self) -> Workspace: ...
+    @property
+    def room(self) -> Room: ...
     def capture_begins(self) -> None: ...
     def request(self) -> Request: ...
     def link(
@@ -59,7 +61,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         compiled: dict[str, dict[str, Run]] = {}
         coming: dict[str, Rises] = {}
         assigned: dict[str, Assignment] = {}
-        workspace = model.workspace
+        workspace, room = model.workspace, model.room
 
         def training(
             joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -83,6 +85,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             compiled.update(halves.compiled)
             assigned.update(halves.assigned)
+            room.reserve(outliving_bytes(halves, plan))
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
             return halves.forward, halves.backward
@@ -96,7 +99,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
 
         def run(graph: GraphModule, half: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
             graph = replace_segments(graph, compiled.get(half, {}))
-            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned)), around)
+            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around)
 
         return aot_autograd(
             fw_compiler=lambda graph, _: run(graph, "forward", lambda: model.forward(coming["forward"], training=True)),

@@ -31,7 +31,7 @@ from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
-from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.runtime.workspace import Room, Workspace
 from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -198,6 +198,10 @@ class CompiledModel:
     @property
     def workspace(self) -> Workspace:
         return self.engine.workspace
+
+    @property
+    def room(self) -> Room:
+        return self.engine.room
 
     def capture_begins(self) -> None:
         """What a capture takes comes on top of what is in RAM: first give back what nobody uses."""

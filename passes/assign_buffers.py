@@ -1,4 +1,4 @@
-"""assign_buffers: where the values that a graph makes and uses up itself lie in one stretch of memory.
+"""assign_buffers: which values of graphs get places of their own, and where in one stretch those lie that die in the graph.
 
 Requires: annotated graphs, rewritten and scheduled.
 Ensures: ``halves.assigned``, the graphs unchanged (``assign_buffers``); or the graph with such an op in place of each
@@ -12,8 +12,11 @@ The C library's heap would hold them as well, but what is freed among what stays
 a block of more than 32 MiB is mapped and cleared anew by the kernel each time. Lifetimes are known here, so two values
 share bytes where they never live at once (docs/0029).
 
-Not assigned: what outlives the graph, what is handed to the runtime (it may be read after the graph has gone on), what an
-op makes that has no kernel which writes into a given tensor, sizes that are symbolic, and what is not in host memory.
+What outlives the graph (what the backward needs, gradients, what is swapped: the runtime reads those when the graph has gone
+on) is written so too, into a place that is looked for as the op runs (``Assignment.outliving``).
+
+Left to the heap: what an op makes that has no kernel which writes into a given tensor, and sizes that are symbolic. Nothing
+is assigned that is not in host memory.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +72,7 @@ def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
         return 0
     alone = _peak(halves, plan, {})
     for sizes in SIZES:
-        found = {half: assign(gm, sizes) for half, gm in halves.graphs()}
+        found = {half: assign(gm, sizes, halves.returned(half)) for half, gm in halves.graphs()}
         more = _peak(halves, plan, found) - alone
         if more <= room_bytes:
             halves.assigned = found
@@ -88,10 +91,24 @@ def shared_bytes(found: Mapping[str, Assignment]) -> int:
     return max((one.nbytes for one in found.values()), default=0)
 
 
-def assign(gm: GraphModule, sizes: range) -> Assignment:
-    """Places for the values of ``gm`` whose bytes are within ``sizes``: the largest first, each in the smallest gap between those
-    that live when it does ("greedy by size": Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net
-    Inference, 2020)."""
+def outliving_bytes(halves: Halves, plan: Plan) -> int:
+    """The most that lives at once of the values that outlive their graph, which get places as they are made."""
+    others = {
+        half: {n.name for n in gm.graph.nodes} - halves.assigned[half].outliving
+        for half, gm in halves.graphs()
+        if half in halves.assigned
+    }
+    if not any(one.outliving for one in halves.assigned.values()):
+        return 0
+    return max(peak.bytes for peak in device_peaks(halves, plan, elsewhere=others).values())
+
+
+def assign(gm: GraphModule, sizes: range, returned: Sequence[Node] = ()) -> Assignment:
+    """Places for the values of ``gm`` whose bytes are within ``sizes``, without those that are ``returned`` to the user.
+
+    The largest first, each in the smallest gap between those that live when it does ("greedy by size": Pisarchyk and Lee,
+    Efficient Memory Management for Deep Neural Net Inference, 2020).
+    """
     alive: list[list[tuple[int, _Life]]] = [[] for _ in gm.graph.nodes]
     offsets: dict[str, int] = {}
     end = 0
@@ -103,7 +120,7 @@ def assign(gm: GraphModule, sizes: range) -> Assignment:
             alive[place].append((offset, life))
         offsets[life.node.name] = offset
         end = max(end, offset + life.nbytes)
-    return Assignment(offsets, end)
+    return Assignment(offsets, end, _outliving(gm, sizes, returned))
 
 
 def _gap(nbytes: int, beside: Sequence[tuple[int, int]]) -> int:
@@ -121,13 +138,28 @@ def _lives(gm: GraphModule, sizes: range) -> list[_Life]:
     nodes = list(gm.graph.nodes)
     place_of = {node: place for place, node in enumerate(nodes)}
     last = last_uses(nodes)
-    staying = {storage_of(n) for n in outputs_of(gm) if isinstance(n, Node)}
-    staying |= {storage_of(source) for n in nodes if _may_keep(n) for source in n.all_input_nodes}
+    staying = _returned(gm) | _handed(gm)
     return [
         _Life(node, _padded(meta.cost(node).bytes), place_of[node], last[node])
         for node in nodes
         if node not in staying and meta.cost(node).bytes in sizes and is_assignable(node)
     ]
+
+
+def _outliving(gm: GraphModule, sizes: range, returned: Sequence[Node]) -> frozenset[str]:
+    """The values of ``gm`` that it hands to the runtime or to the other half and that can be made in a place that is given."""
+    found = (_returned(gm) | _handed(gm)) - {storage_of(n) for n in returned}
+    return frozenset(
+        n.name for n in found if n.op == "call_function" and meta.cost(n).bytes in sizes and is_assignable(n)
+    )
+
+
+def _returned(gm: GraphModule) -> set[Node]:
+    return {storage_of(n) for n in outputs_of(gm) if isinstance(n, Node)}
+
+
+def _handed(gm: GraphModule) -> set[Node]:
+    return {storage_of(source) for n in gm.graph.nodes if _may_keep(n) for source in n.all_input_nodes}
 
 
 def _may_keep(node: Node) -> bool:
@@ -186,11 +218,17 @@ def into(op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> tuple[t
     return found[0], args, {**kwargs, found[1]: out}
 
 
-def write_into(gm: GraphModule, names: Collection[str]) -> None:
-    """Let each op of ``names`` write into the tensor that the module has for it under ``buffer_name``."""
-    for node in [n for n in gm.graph.nodes if n.name in names]:
+def write_into(gm: GraphModule, assignment: Assignment, place: Callable[[Node], Callable[[], torch.Tensor]]) -> None:
+    """Let each assigned op of ``gm`` write into the tensor that the module has for it under ``buffer_name``, or, where its value
+    outlives the graph, into the one that ``place`` of its node makes each time."""
+    for node in list(gm.graph.nodes):
+        if node.name not in assignment.offsets and node.name not in assignment.outliving:
+            continue
         with gm.graph.inserting_before(node):
-            out = gm.graph.create_node("get_attr", buffer_name(node.name))
+            if node.name in assignment.offsets:
+                out = gm.graph.create_node("get_attr", buffer_name(node.name))
+            else:
+                out = gm.graph.call_function(place(node), ())
         node.target, node.args, node.kwargs = into(node.target, node.args, node.kwargs, out)
 
 

@@ -23,11 +23,15 @@ class ParameterInput:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``offsets``: first byte of each assigned value, by its node's name, in a stretch of ``nbytes``; set by
-    ``assign_buffers``."""
+    """Where values of a graph lie, by their nodes' names; set by ``assign_buffers``.
+
+    ``offsets``: first byte in a stretch of ``nbytes``, of those that live no longer than the graph runs. ``outliving``: those
+    that do, and get a place as they are made.
+    """
 
     offsets: Mapping[str, int]
     nbytes: int
+    outliving: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -72,6 +76,12 @@ class Halves:
             return {}
         found = self.backward.graph.find_nodes(op="placeholder")
         return {n.name: n for n in found if not n.name.startswith("tangents")}
+
+    def returned(self, half: str) -> list[Node]:
+        """What ``half`` returns to whoever called the model, or its backward."""
+        gm = dict(self.graphs())[half]
+        outputs = outputs_of(gm)[: self.num_outputs] if half == "forward" else outputs_of(gm)
+        return [n for n in outputs if isinstance(n, Node)]
 
     def set_crossing(self, crossing: list[Node]) -> None:
         """Make ``crossing`` what the forward hands to the backward, whose inputs the caller keeps in the same order."""

@@ -37,7 +37,7 @@ from lohan_fx.runtime.states import States
 from lohan_fx.runtime.step_updates import StepUpdates
 from lohan_fx.runtime.timeline import Timeline
 from lohan_fx.runtime.wear import Wear
-from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.runtime.workspace import Room, Workspace
 
 OPTIMIZER_STATES = "optimizer states"
 """What ``restored`` calls the moments of all parameters."""
@@ -49,7 +49,7 @@ class Engine:
     ``updates``: what becomes of gradients; the optimizer's hyper-parameters are there.
     ``on_stage`` is told when a training forward, a backward and the optimizer's barrier begin, and when a step ends.
     ``resident_limit`` is looked at as each fetch begins and each gradient arrives.
-    ``workspace``: where graphs keep what lives no longer than they run.
+    ``workspace``: where graphs keep what lives no longer than they run; ``room``: what does.
     ``resumed`` is what a checkpoint holds of the training until ``lohan_fx.resume`` has taken it over.
     """
 
@@ -68,7 +68,7 @@ class Engine:
         self.resumed: Mapping[str, Any] | None = None
         self.wear = Wear(lambda: store.bytes_written, self._still_to_write)
         self.resident_limit = ResidentLimit(None, lambda: None)
-        self.workspace = Workspace()
+        self.workspace, self.room = Workspace(), Room()
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
         self._closed = False
@@ -241,6 +241,7 @@ class Engine:
 
     def return_free_memory(self) -> None:
         """Give memory that the runtime keeps for later back to the system. By the thread that runs the graphs."""
+        self.room.return_free_memory()
         if self._machine is not None:
             self._machine.landing.return_free_memory()
 
@@ -255,7 +256,7 @@ class Engine:
             staging=tuple(place for purpose, place in places.items() if purpose != "activations"),
             landing=(self._machine.landing.place(),),
             swapped=tuple(place for purpose, place in places.items() if purpose == "activations"),
-            workspace=(self.workspace.place(),),
+            workspace=(self.workspace.place(), self.room.place()),
             parameter_bytes=parameters,
             state_bytes=states,
             gradient_bytes=held_use(self.residency, self.updates.leaving()) + near * self.updates.window_used,

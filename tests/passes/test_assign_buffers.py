@@ -14,10 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 from lohan_fx import meta, ops
 from lohan_fx.buffered import Buffered
-from lohan_fx.passes.assign_buffers import SIZES, assign, assign_buffers, into, shared_bytes, writing
+from lohan_fx.passes.assign_buffers import (
+    SIZES,
+    assign,
+    assign_buffers,
+    into,
+    is_assignable,
+    outliving_bytes,
+    shared_bytes,
+    writing,
+)
 from lohan_fx.passes.halves import Assignment, Halves
-from lohan_fx.passes.liveness import device_peaks
-from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.passes.liveness import device_peaks, storage_of
+from lohan_fx.runtime.workspace import Room, Workspace
 from tests.passes.fake_runtime import (
     SEED,
     FakeRuntime,
@@ -101,7 +110,7 @@ def test_values_that_live_at_once_share_no_byte(name: str, decision: str) -> Non
 @pytest.mark.parametrize("decision", DECISIONS)
 def test_bits_are_those_of_the_heap(name: str, decision: str) -> None:
     found, halves = rewritten(name, decision)
-    assigned = {half: assign(gm, ALL) for half, gm in halves.graphs()}
+    assigned = {half: assign(gm, ALL, halves.returned(half)) for half, gm in halves.graphs()}
     assert sum(len(one.offsets) for one in assigned.values()) > 0
     # A swapped value stays where the runtime spoils it, and a gradient where it reads it.
     for half, gm in halves.graphs():
@@ -113,10 +122,37 @@ def test_bits_are_those_of_the_heap(name: str, decision: str) -> None:
         assert step(found, halves, assigned, workspace).equals(eager(found))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_handed_over_or_crosses_has_a_place_of_its_own(name: str) -> None:
+    _, halves = rewritten(name, "mixed")
+    theirs = {half: {n.name for n in halves.returned(half)} for half, _ in halves.graphs()}
+    outliving: set[str] = set()
+    for half, gm in halves.graphs():
+        assignment = assign(gm, ALL, halves.returned(half))
+        assert not assignment.outliving & (assignment.offsets.keys() | theirs[half])
+        outliving |= assignment.outliving
+    offloads = both(halves)[1].graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD)
+    assert outliving & {storage_of(n.args[0]).name for n in offloads}
+    swapped = halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT)
+    assert {storage_of(n.args[0]).name for n in swapped if is_assignable(storage_of(n.args[0]))} <= outliving
+
+
+def test_room_for_what_outlives_is_what_lives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.passes.assign_buffers.SIZES", (ALL,))
+    found, halves = rewritten("transformer", "keep")
+    plan = plan_for(found, DECISIONS["keep"](found))
+    assert outliving_bytes(halves, plan) == 0  # nothing is assigned yet
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    sizes = {n.name: meta.cost(n).bytes for n in halves.forward.graph.nodes}
+    crossing = sum(sizes[name] for name in halves.assigned["forward"].outliving)
+    assert crossing <= outliving_bytes(halves, plan) <= max(p.bytes for p in device_peaks(halves, plan).values())
+
+
 def step(found: Captured, halves: Halves, assigned: dict[str, Assignment], workspace: Workspace) -> Step:
-    nbytes = shared_bytes(assigned)
+    nbytes, room = shared_bytes(assigned), Room()
+    room.reserve(1 << 20)
     forward, backward = (
-        Buffered(gm, assigned[half], workspace, nbytes)
+        Buffered(gm, assigned[half], workspace, nbytes, room)
         for half, gm in zip(("forward", "backward"), both(halves), strict=True)
     )
     runtime = FakeRuntime(found.parameter_values())
@@ -138,9 +174,9 @@ def spoil(workspace: Workspace, nbytes: int) -> None:
 
 def test_a_graph_takes_the_heap_while_another_has_the_workspace() -> None:
     found, halves = rewritten("transformer", "keep")
-    assigned = {half: assign(gm, ALL) for half, gm in halves.graphs()}
+    assigned = {half: assign(gm, ALL, halves.returned(half)) for half, gm in halves.graphs()}
     workspace = Workspace()
-    forward = Buffered(halves.forward, assigned["forward"], workspace, shared_bytes(assigned))
+    forward = Buffered(halves.forward, assigned["forward"], workspace, shared_bytes(assigned), Room())
     with bound(halves, FakeRuntime(found.parameter_values())), torch.no_grad():
         torch.manual_seed(SEED)
         alone = _with_values(forward(forward_inputs(found, shells=True)))
