@@ -125,6 +125,7 @@ class Engine:
                 self._machine.close(timeout_s)
         finally:
             self.workspace.give_back()
+            self.room.close()
             self.store.close(remove=remove, timeout_s=timeout_s)
 
     # --- the ops ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Workspace:
             yield None
             return
         try:
-            if self._memory.numel() != nbytes or self._region is None:
+            if self._memory.numel() != nbytes:
                 self._resize(nbytes)
             yield self._memory
         finally:
@@ -64,6 +64,8 @@ class Workspace:
 
     def _resize(self, nbytes: int) -> None:
         self._drop()
+        if not nbytes:
+            return
         region, begin = map_memory(nbytes)
         with torch.inference_mode(False):
             memory = torch.frombuffer(region, dtype=torch.uint8, count=nbytes, offset=begin)
@@ -99,3 +101,9 @@ class Room:
     def return_free_memory(self) -> None:
         if self._landing is not None:
             self._landing.return_free_memory()
+
+    def close(self) -> None:
+        """Give all memory back, once the last value in it has died."""
+        if self._landing is not None:
+            self._landing.close()
+        self._landing = None

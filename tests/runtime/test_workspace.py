@@ -72,6 +72,14 @@ def test_made_in_inference_mode_it_serves_training() -> None:
         assert memory is not None and not memory.is_inference()
 
 
+def test_nothing_takes_nothing() -> None:
+    workspace = Workspace()
+    for _ in range(2):
+        with workspace.borrowed(0) as memory:
+            assert memory is not None and memory.numel() == 0
+    assert workspace.place() == (0, 0)
+
+
 def test_what_outlives_a_graph_has_a_place_until_it_dies() -> None:
     room = Room()
     room.reserve(4 * MIB)
@@ -108,3 +116,11 @@ def test_room_gives_back_what_is_free() -> None:
     room.return_free_memory()
     assert resident_bytes(address, nbytes) <= before - 4 * MIB
     assert kept.eq(1).all()
+
+
+def test_a_value_survives_the_room() -> None:
+    room = Room()
+    room.reserve(4 * MIB)
+    kept = room.like(torch.empty(MIB, dtype=torch.uint8, device="meta")).fill_(3)
+    room.close()
+    assert room.place() == (0, 0) and kept.eq(3).all()
