@@ -89,7 +89,7 @@ class _Books:
 
     @property
     def malloc_bytes(self) -> int:
-        return self.resident_bytes + self.use.gradient_bytes
+        return self.resident_bytes + self.use.gradient_bytes - self.use.gradient_workspace_bytes
 
     @property
     def runtime_bytes(self) -> int:
@@ -175,7 +175,7 @@ class MemoryAccounts:
             (SWAPPED, peak.swapped_bytes),
             (GRADIENTS, peak.use.gradient_bytes),
             (LANDING, peak.landing_bytes),
-            (VALUES, max(0, graphs) + peak.workspace_bytes),
+            (VALUES, max(0, graphs) + peak.workspace_bytes - peak.use.gradient_workspace_bytes),
             (HOLES, peak.process.free_bytes),
         ]
 

@@ -252,7 +252,8 @@ class Engine:
         if self._machine is None:
             return MemoryUse(parameter_bytes=parameters, state_bytes=states)
         places = self._machine.pool.places()
-        near = self._machine.link.shares_memory
+        leaving_bytes = self.updates.window_used if self._machine.link.shares_memory else 0
+        held_bytes, in_room_bytes = held_use(self.residency, self.updates.leaving(), self.room.place())
         return MemoryUse(
             staging=tuple(place for purpose, place in places.items() if purpose != "activations"),
             landing=(self._machine.landing.place(),),
@@ -260,7 +261,9 @@ class Engine:
             workspace=(self.workspace.place(), self.room.place()),
             parameter_bytes=parameters,
             state_bytes=states,
-            gradient_bytes=held_use(self.residency, self.updates.leaving()) + near * self.updates.window_used,
+            gradient_bytes=held_bytes + leaving_bytes,
+            # What a graph hands over lies where it was made; nearly all gradients have a place.
+            gradient_workspace_bytes=in_room_bytes + (leaving_bytes if self.room.place()[1] else 0),
         )
 
 

@@ -53,6 +53,15 @@ class Landing:
         value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, strides)
         return value, raw[begin : begin + nbytes]
 
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor of the shape, strides and dtype of ``value``, which is dense; its storage holds nothing else."""
+        raw = self._place(value.numel() * value.element_size())
+        if raw is None:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        made = torch.empty(0, dtype=value.dtype)
+        made.set_(raw.untyped_storage(), 0, value.shape, value.stride())
+        return made
+
     def _place(self, nbytes: int) -> torch.Tensor | None:
         """A storage of its own of ``nbytes``, or None; its death frees the place."""
         if nbytes < LEAST_BYTES:

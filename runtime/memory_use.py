@@ -22,7 +22,7 @@ class MemoryUse:
 
     ``staging``, ``swapped``, ``landing`` and ``workspace``: where the buffers of the lanes lie, activations in host memory,
     what the drives bring to where it is used, and what graphs make and use up; touched or not. ``gradient_bytes``: those
-    that wait for their update or for the end of the step.
+    that wait for their update or for the end of the step, ``gradient_workspace_bytes`` of them in ``workspace``.
     """
 
     staging: tuple[Range, ...] = ()
@@ -32,6 +32,7 @@ class MemoryUse:
     parameter_bytes: int = 0
     state_bytes: int = 0
     gradient_bytes: int = 0
+    gradient_workspace_bytes: int = 0
 
 
 def resident_use(residency: Mapping[int, Residency]) -> tuple[int, int]:
@@ -42,17 +43,25 @@ def resident_use(residency: Mapping[int, Residency]) -> tuple[int, int]:
     return parameters, both - parameters
 
 
-def held_use(residency: Mapping[int, Residency], leaving: Iterable[torch.Tensor | None]) -> int:
-    """Gradients that are held, and those of ``leaving``: on their way to an update."""
+def held_use(
+    residency: Mapping[int, Residency], leaving: Iterable[torch.Tensor | None], room: Range
+) -> tuple[int, int]:
+    """(in all, those in ``room``) of gradients that are held, and those of ``leaving``: on their way to an update."""
     held = [r.held.memory for r in residency.values() if r.held is not None]
-    return storage_bytes([*held, *leaving])
+    found = _storages([*held, *leaving])
+    begin, nbytes = room
+    return sum(found.values()), sum(size for address, size in found.items() if begin <= address < begin + nbytes)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages of ``tensors`` in host memory, each once."""
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    return found

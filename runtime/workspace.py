@@ -92,7 +92,7 @@ class Room:
         """A CPU tensor of the shape, strides and dtype of ``value``, of any content."""
         if self._landing is None:
             self._landing = Landing(self._nbytes)
-        return self._landing.on_pages(value.shape, value.dtype, value.stride())[0]
+        return self._landing.like(value)
 
     def place(self) -> tuple[int, int]:
         """(address, bytes), in RAM as far as it was used."""

@@ -28,9 +28,12 @@ def test_gradients_count_where_they_are_held_and_where_they_leave() -> None:
     held = Held(torch.float32, memory=flat())
     away = Residency(held=Held(torch.float32))
     residency = {0: Residency(held=held), 1: away, 2: Residency()}
-    assert held_use(residency, []) == FP32
-    assert held_use(residency, [held.memory, None]) == FP32
-    assert held_use(residency, [flat(torch.bfloat16)]) == FP32 + BF16
+    nowhere = (0, 0)
+    assert held_use(residency, [], nowhere) == (FP32, 0)
+    assert held_use(residency, [held.memory, None], nowhere) == (FP32, 0)
+    leaving = flat(torch.bfloat16)
+    assert held_use(residency, [leaving], nowhere) == (FP32 + BF16, 0)
+    assert held_use(residency, [leaving], (leaving.data_ptr(), BF16)) == (FP32 + BF16, BF16)
 
 
 def test_only_host_memory_counts_and_views_count_as_what_they_show() -> None:

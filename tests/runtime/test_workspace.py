@@ -90,6 +90,7 @@ def test_what_outlives_a_graph_has_a_place_until_it_dies() -> None:
     for one in made:
         assert one.shape == value.shape and one.stride() == value.stride() and one.dtype is value.dtype
         assert address <= one.data_ptr() < address + nbytes
+        assert one.untyped_storage().nbytes() == one.nbytes  # it is whole: a gradient may be held as it is
         one.fill_(1)
     kept, taken = made[0], made[1].data_ptr()
     del made, one
