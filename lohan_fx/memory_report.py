@@ -23,7 +23,7 @@ from lohan_fx.runtime.memory_use import MemoryUse, Range
 from lohan_fx.runtime.peak_watch import PeakWatch
 
 HOLE_BYTES = 16 << 20
-"""What is expected of holes in the heap, where a few values lie that have no place (docs/0029): 8 to 55 MiB were seen."""
+"""What is expected of holes in the heap, where a few values lie that have no place (docs/0029): 8 to 66 MiB were seen."""
 BETWEEN = "between two steps"
 UNACCOUNTED = "not accounted for"
 GRAPH_CODE = "<eval_with_key>"

@@ -46,10 +46,11 @@ class Workspace:
 
     def give_back(self) -> None:
         """Hand the memory back to the system until somebody borrows it; nothing where a graph has it."""
-        with contextlib.ExitStack() as held:
-            if self._lock.acquire(blocking=False):
-                held.callback(self._lock.release)
+        if self._lock.acquire(blocking=False):
+            try:
                 self._drop()
+            finally:
+                self._lock.release()
 
     def place(self) -> tuple[int, int]:
         """(address, bytes); (0, 0) for none."""

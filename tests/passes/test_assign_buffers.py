@@ -204,10 +204,10 @@ def test_sizes_that_are_symbolic_stay_with_the_heap() -> None:
             assert value is not None and all(isinstance(size, int) for size in value.shape)
 
 
-def test_what_there_is_room_for() -> None:
+def test_small_values_stay_with_the_heap() -> None:
     found, halves = rewritten("transformer", "recompute")
     plan = plan_for(found, DECISIONS["recompute"](found))
-    assert assign_buffers(halves, plan, room_bytes=1 << 40) <= 0 or halves.assigned
+    assert assign_buffers(halves, plan, room_bytes=1 << 40) == 0
     assert not any(one.offsets for one in halves.assigned.values())  # all values are smaller than SIZES begins
     assert SIZES[0].start > max(meta.cost(n).bytes for gm in both(halves) for n in gm.graph.nodes)
 
