@@ -26,7 +26,7 @@ from typing import Any
 
 from prediction import CASES, Case
 from report import arguments, finish, profile
-from workload import Streamed, Workload, streamed
+from workload import Streamed, streamed
 
 import lohan_fx
 from lohan_fx.errors import InfeasiblePlan
@@ -73,7 +73,7 @@ def drawn(plan: Plan, seed: int, share: float) -> Plan:
 
 def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
     """``case`` by that candidate's plan. Raises ``InfeasiblePlan``."""
-    hw, workload = HardwareProfile.load(args.hw), Workload(case.size, case.batch, case.seq)
+    hw, workload = HardwareProfile.load(args.hw), case.workload
     options: dict[str, Any] = {"host_memory": case.host_memory, "revise": False}
     if not name.startswith(RANDOM):
         return streamed(workload, hw, args.nvme, policy=name, **options)

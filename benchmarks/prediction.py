@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import workload
 from report import arguments, finish, profile
-from workload import Workload, memory_bytes, streamed
+from workload import chosen, memory_bytes, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -41,30 +42,26 @@ PACE_S = 0.4
 
 
 @dataclass(frozen=True)
-class Case:
-    size: str
-    batch: int
-    seq: int
+class Case(workload.Case):
     policy: str
-    host_memory: str
 
     def __str__(self) -> str:
         return f"{self.size} {self.batch}x{self.seq} {self.policy} {self.host_memory}"
 
 
 CASES = (
-    Case("demo", 4, 128, "in-memory", "6GiB"),
-    Case("demo", 4, 128, "lohan", "1GiB"),
-    Case("demo", 8, 128, "lohan", "1GiB"),
-    Case("demo", 4, 128, "swap-nvme", "1GiB"),
-    Case("demo", 2, 128, "zero-infinity", "1GiB"),
-    Case("demo", 4, 128, "recompute", "1GiB"),
-    Case("gpt2", 2, 128, "lohan", "1.5GiB"),
-    Case("gpt2", 4, 128, "keep", "2GiB"),
-    Case("gpt2", 2, 256, "swap-host", "2GiB"),
-    Case("350m", 1, 128, "lohan", "2GiB"),
-    Case("350m", 2, 128, "fuyou", "2GiB"),
-    Case("350m", 1, 256, "recompute", "2GiB"),
+    Case("demo", 4, 128, "6GiB", "in-memory"),
+    Case("demo", 4, 128, "1GiB", "lohan"),
+    Case("demo", 8, 128, "1GiB", "lohan"),
+    Case("demo", 4, 128, "1GiB", "swap-nvme"),
+    Case("demo", 2, 128, "1GiB", "zero-infinity"),
+    Case("demo", 4, 128, "1GiB", "recompute"),
+    Case("gpt2", 2, 128, "1.5GiB", "lohan"),
+    Case("gpt2", 4, 128, "2GiB", "keep"),
+    Case("gpt2", 2, 256, "2GiB", "swap-host"),
+    Case("350m", 1, 128, "2GiB", "lohan"),
+    Case("350m", 2, 128, "2GiB", "fuyou"),
+    Case("350m", 1, 256, "2GiB", "recompute"),
 )
 
 
@@ -72,9 +69,8 @@ def child(case: Case, args: argparse.Namespace) -> None:
     """Compile, predict, train; prints its figures as one JSON line."""
     hw = HardwareProfile.load(args.hw)
     hw = dataclasses.replace(hw, nvme=drives_beside_compute([str(args.nvme)], hw.device, DRIVES_S, lambda label: None))
-    workload = Workload(case.size, case.batch, case.seq)
     at_capture = [runs_per_s(few_ops(), PACE_S)]
-    ours = streamed(workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
+    ours = streamed(case.workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
     at_capture.append(runs_per_s(few_ops(), PACE_S))
     engine = compiled(ours.model).engine
     prediction, store = ours.plan.prediction, engine.store
@@ -172,10 +168,9 @@ def main() -> None:
     hw = profile(args)
     path = args.nvme / "profile.toml"
     hw.save(path)
-    chosen = [CASES[int(n)] for n in args.cases.split(",")] if args.cases else list(CASES)
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen}
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args.cases)}
     for number in range(args.rounds):
-        for case in chosen:
+        for case in found:
             print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
             found[case].append(measured(case, args, path))
     path.unlink()

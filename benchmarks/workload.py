@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -123,7 +123,10 @@ class Case:
         return Workload(self.size, self.batch, self.seq)
 
 
-def chosen(cases: Sequence[Case], numbers: str | None) -> Sequence[Case]:
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def chosen(cases: Sequence[AnyCase], numbers: str | None) -> Sequence[AnyCase]:
     """Those of ``cases`` that ``numbers`` names, such as "0,2"; None: all."""
     return [cases[int(n)] for n in numbers.split(",")] if numbers else cases
 
