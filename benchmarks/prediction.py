@@ -3,40 +3,36 @@
     python benchmarks/prediction.py [--rounds 2 --steps 4] [--cases 0,3,5] [--save]
 
 Each case is a process of its own: it compiles, predicts, and only then trains. Rounds alternate over all cases; the
-median of all steps counts, the first two of each process (warming up) left out. The drives are measured again before
-each: here their rates drift by a third within minutes, and what is judged is the prediction from known rates. The
-processor drifts, too: how much slower or faster the same few ops were around the steps than around the capture, which
-times the graph's, is shown beside each error ("drift") and changes none. Bars: step time within 10% in at least 10 of 12
+median of all steps counts, the first two of each process (warming up) left out. The machine is measured again before
+each, unless ``--hw`` names a profile: here rates drift by a third within minutes, and what is judged is the prediction
+from known rates. How much slower or faster the same few ops were around the steps than around the capture, which
+times the graph's, is shown beside each error ("drift") and changes none, and so is the share of the processor that the
+hypervisor gave to others during the steps ("stolen"). Bars: step time within 10% in at least 10 of 12
 cases and none beyond 20%; bytes exact; peak RSS within 5%.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import workload
 from report import arguments, finish, profile
-from workload import chosen, memory_bytes, streamed
+from workload import chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
-from lohan_fx.hardware import HardwareProfile
-from lohan_fx.measure_contention import drives_beside_compute, few_ops, runs_per_s
+from lohan_fx.measure_contention import few_ops, runs_per_s
 
 WITHIN, MOST, OF = 0.10, 0.20, 10 / 12
 RSS_WITHIN = 0.05
 WARM_UP = 2
-DRIVES_S = 6.0
-"""For measuring the drives before each case."""
 PACE_S = 0.4
 """For seeing how fast the processor is now."""
 
@@ -67,8 +63,7 @@ CASES = (
 
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile, predict, train; prints its figures as one JSON line."""
-    hw = HardwareProfile.load(args.hw)
-    hw = dataclasses.replace(hw, nvme=drives_beside_compute([str(args.nvme)], hw.device, DRIVES_S, lambda label: None))
+    hw = profile(args)
     at_capture = [runs_per_s(few_ops(), PACE_S)]
     ours = streamed(case.workload, hw, args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False)
     at_capture.append(runs_per_s(few_ops(), PACE_S))
@@ -86,17 +81,20 @@ def child(case: Case, args: argparse.Namespace) -> None:
     read, written = store.bytes_read, store.bytes_written
     monitor.step()
     lanes = []
+    stolen_s, began_s = stolen_core_s(), time.perf_counter()
     for _ in range(args.steps):
         start_s = time.perf_counter()
         ours.step()
         seconds.append(time.perf_counter() - start_s)
         lanes.append(monitor.step().lanes_s)
+    stolen = (stolen_core_s() - stolen_s) / (time.perf_counter() - began_s) / hw.cpu_cores
     report = monitor.memory()
     print(report, file=sys.stderr, flush=True)
     engine.before_reading()
     at_steps.append(runs_per_s(few_ops(), PACE_S))
     figures = {
         "drift": statistics.mean(at_capture) / statistics.mean(at_steps) - 1,
+        "stolen": stolen,
         "predicted_s": prediction.step_s,
         "simulated_s": simulation.step_s,
         "seconds": seconds,
@@ -124,11 +122,10 @@ def _lanes(prediction: Any) -> dict[str, float]:
     return total
 
 
-def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
+def measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", json.dumps(vars(case)), "--steps", str(args.steps)]
-    run = subprocess.run(
-        [*command, "--hw", str(hw), "--nvme", str(args.nvme)], stdout=subprocess.PIPE, text=True, check=True
-    )
+    command += ["--nvme", str(args.nvme), *(["--hw", str(args.hw)] if args.hw else [])]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
 
@@ -147,6 +144,7 @@ def judged(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_rss_bytes": statistics.median(found["peak_rss_bytes"] for found in rounds),
         "bytes_exact": all(found["bytes"] == found["predicted_bytes"] for found in rounds),
         "drift": statistics.median(found["drift"] for found in rounds),
+        "stolen": statistics.median(found["stolen"] for found in rounds),
         "rounds": rounds,
     }
     row["error"] = row["predicted_s"] / took_s - 1
@@ -165,15 +163,11 @@ def main() -> None:
     if args.child:
         child(Case(**json.loads(args.child)), args)
         return
-    hw = profile(args)
-    path = args.nvme / "profile.toml"
-    hw.save(path)
     found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args.cases)}
     for number in range(args.rounds):
         for case in found:
             print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
-            found[case].append(measured(case, args, path))
-    path.unlink()
+            found[case].append(measured(case, args))
     cases = [judged(case, rounds) for case, rounds in found.items()]
     finish("prediction", [_row(case) for case in cases], {"cases": cases}, _missed(cases), save=args.save)
 
@@ -181,7 +175,8 @@ def main() -> None:
 def _row(case: dict[str, Any]) -> tuple[str, str]:
     return case["case"], (
         f"{case['measured_s']:.2f} s; formula {case['predicted_s']:.2f} ({case['error']:+.0%}), simulated "
-        f"{case['simulated_s']:.2f} ({case['simulated_error']:+.0%}), drift {case['drift']:+.0%}; "
+        f"{case['simulated_s']:.2f} ({case['simulated_error']:+.0%}), drift {case['drift']:+.0%}, stolen "
+        f"{case['stolen']:.0%}; "
         f"RSS {case['peak_rss_bytes'] / 1e9:.2f} GB ({case['rss_error']:+.0%}); "
         f"bytes {'exact' if case['bytes_exact'] else 'DIFFER'}"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import transformers
 from transformers.initialization import no_init_weights
@@ -217,6 +218,11 @@ def memory_bytes(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"/proc/self/status has no {key}")
+
+
+def stolen_core_s() -> float:
+    """Seconds since the machine started in which the hypervisor gave this machine's processors to others."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def alternating(rounds: int, *runs: Callable[[], float]) -> Iterator[tuple[float, ...]]:

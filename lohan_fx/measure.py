@@ -16,10 +16,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -43,6 +44,7 @@ _LOST_SHARE = 0.15
 _DRIVES_SHARE = 0.45
 
 _MIN_RUNS = 3
+_ROUNDS = 3  # a machine's speed drifts: rates are measured in turns, and the median of the rounds counts
 _OTHER_LOAD = 0.1  # share of the processors that others may use before the rates are worth a warning
 _COPY_BYTES = 256 * 2**20  # several times any cache but the very largest
 _ADAM_CHUNK = 2**19
@@ -60,13 +62,15 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
         raise ValueError(f"seconds is {seconds!r}: expected a finite number of seconds above zero")
     device = _checked_device(device)
     directories = checked_directories(nvme)
-    steps = len(DTYPES) + 7 + (measure_nvme.STEPS if directories else 0)
+    steps = len(DTYPES) + _ROUNDS + 1 + (measure_nvme.STEPS if directories else 0)
     with torch.no_grad(), _warning_of_other_load(), _announcing(progress, steps) as announce:
 
-        def run(label: str, measurement: Callable[[str, float], float], share: float) -> float:
-            announce(label)
-            return rounded(measurement(device, seconds * share))
+        def matmul(dtype: str) -> float:
+            announce(f"matmul in {dtype}")
+            return rounded(_matmul_flops_per_s(getattr(torch, dtype), device, seconds * _MATMUL_SHARE))
 
+        flops = {dtype: matmul(dtype) for dtype in DTYPES}
+        rates = _rates(device, seconds, announce)
         device_name = machine.gpu_name() if device == "cuda" else machine.cpu_name()
         host_bytes = machine.host_memory_bytes()
         profile = HardwareProfile(
@@ -75,26 +79,36 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             device_name=device_name,
             cpu_name=machine.cpu_name(),
             cpu_cores=machine.cpu_cores(),
-            matmul_flops_per_s={
-                dtype: run(f"matmul in {dtype}", partial(_matmul_flops_per_s, getattr(torch, dtype)), _MATMUL_SHARE)
-                for dtype in DTYPES
-            },
-            memory_bytes_per_s=run("device memory", _memory_bytes_per_s, _BANDWIDTH_SHARE),
-            host_memory_bytes_per_s=run("host memory", _host_memory_bytes_per_s, _BANDWIDTH_SHARE),
-            h2d_bytes_per_s=run("copies to the device", _h2d_bytes_per_s, _BANDWIDTH_SHARE),
-            d2h_bytes_per_s=run("copies from the device", _d2h_bytes_per_s, _BANDWIDTH_SHARE),
-            adam_parameters_per_s=run("Adam on the processor", _adam_parameters_per_s, _ADAM_SHARE),
+            matmul_flops_per_s=flops,
             device_memory_bytes=torch.cuda.mem_get_info()[1] if device == "cuda" else host_bytes,
             host_memory_bytes=host_bytes,
             nvme=drives_beside_compute(directories, device, seconds * _DRIVES_SHARE, announce),
-            op_overhead_s=run("the overhead of an op", _op_overhead_s, _OVERHEAD_SHARE),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=machine.fingerprint(),
+            **rates,
         )
         announce("what compute loses to requests")
         per_request, per_byte = map(rounded, lost_to_requests(directories, seconds * _LOST_SHARE))
         return dataclasses.replace(profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte)
+
+
+def _rates(device: str, seconds: float, announce: Announce) -> dict[str, Any]:
+    """Those fields of a profile that one short action measures."""
+    measured: Mapping[str, tuple[Callable[[str, float], float], float]] = {
+        "memory_bytes_per_s": (_memory_bytes_per_s, _BANDWIDTH_SHARE),
+        "host_memory_bytes_per_s": (_host_memory_bytes_per_s, _BANDWIDTH_SHARE),
+        "h2d_bytes_per_s": (_h2d_bytes_per_s, _BANDWIDTH_SHARE),
+        "d2h_bytes_per_s": (_d2h_bytes_per_s, _BANDWIDTH_SHARE),
+        "adam_parameters_per_s": (_adam_parameters_per_s, _ADAM_SHARE),
+        "op_overhead_s": (_op_overhead_s, _OVERHEAD_SHARE),
+    }
+    found: dict[str, list[float]] = {field: [] for field in measured}
+    for number in range(1, _ROUNDS + 1):
+        announce(f"memory, copies and Adam: round {number} of {_ROUNDS}")
+        for field, (measurement, share) in measured.items():
+            found[field].append(measurement(device, seconds * share / _ROUNDS))
+    return {field: rounded(statistics.median(rates)) for field, rates in found.items()}
 
 
 def _checked_device(device: str | None) -> str:

@@ -10,6 +10,7 @@ Only where the profile was measured on this machine; for any other one the rates
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +26,10 @@ from lohan_fx.passes.annotate import at_hint
 from lohan_fx.passes.assign_buffers import into, is_assignable
 
 RUNS = (3, 9)
-"""An op runs at least and at most so often; the fastest run counts, since others on the machine can only disturb."""
+"""An op runs at least and at most so often."""
+HICCUP = 3.0
+"""A run counts for at most so many times the median one. Otherwise the mean counts, since that is what a sum of many nodes
+is made of: whatever disturbs an op here disturbs it in training, too (docs/0012)."""
 SECONDS_PER_OP = 0.02
 """Between the two: until it has run for so long."""
 COLD_BYTES = 32 << 20
@@ -87,7 +91,7 @@ def _seconds(node: Node, device: torch.device) -> float:
     op: Any = node.target
     if is_assignable(node):  # else what is timed of a large value is the kernel clearing its pages
         op, args, kwargs = into(op, args, kwargs, _real(meta.value(node), device))
-    return _least_seconds(lambda: op(*args, **kwargs), device)
+    return _mean_seconds(lambda: op(*args, **kwargs), device)
 
 
 def _real(value: object, device: torch.device) -> object:
@@ -114,7 +118,7 @@ def _numbers(args: Any) -> Any:
     return args
 
 
-def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
     timed(run, device)
     found: list[float] = []
@@ -122,7 +126,8 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     while len(found) < least or (len(found) < most and sum(found) < SECONDS_PER_OP):
         cold.fill_(len(found) % 2)
         found.append(timed(run, device))
-    return min(found)
+    most_s = HICCUP * statistics.median(found)
+    return statistics.fmean(min(seconds, most_s) for seconds in found)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -58,11 +58,14 @@ def test_random_ops_that_are_measured_leave_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_fastest_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([9.0, 5.0, 2.0, 3.0])  # the first warms up
+@pytest.mark.parametrize(("took", "mean_s"), [((5.0, 1.0, 3.0), 3.0), ((1.0, 100.0, 2.0), 3.0), ((2.0, 2.0, 2.0), 2.0)])
+def test_the_mean_run_counts_and_a_hiccup_for_three(
+    took: tuple[float, ...], mean_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((9.0, *took))  # the first warms up
     monkeypatch.setattr(op_times, "RUNS", (3, 3))
     monkeypatch.setattr(op_times, "timed", lambda run, device: next(seconds))
-    assert op_times._least_seconds(lambda: None, CPU) == 2.0
+    assert op_times._mean_seconds(lambda: None, CPU) == mean_s
 
 
 def test_a_strided_input_is_another_op() -> None:
