@@ -16,10 +16,11 @@ from torch.fx import GraphModule, Node
 from lohan_fx import ops
 from lohan_fx.buffered import linked
 from lohan_fx.errors import CaptureError, LohanError
-from lohan_fx.passes.assign_buffers import outliving_bytes, shared_bytes
+from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
 from lohan_fx.passes.liveness import rises
+from lohan_fx.passes.touched_values import outliving_bytes
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan

@@ -80,7 +80,6 @@ class Monitor:
         time_s, totals = self._time_s, self._totals
         read_bytes, written_bytes = self._read_bytes, self._written_bytes
         self._begin()
-        promised_bytes = self._compiled.request().budgets.host_memory_bytes
         between = self._totals.since(totals)
         return StepReport(
             seconds=self._time_s - time_s,
@@ -90,7 +89,7 @@ class Monitor:
             nvme_written_bytes=self._written_bytes - written_bytes,
             rss_bytes=process_memory.rss_bytes(),
             peak_rss_bytes=process_memory.peak_rss_bytes(),
-            promised_rss_bytes=self._compiled.rss_before_bytes + promised_bytes,
+            promised_rss_bytes=self._promised_rss_bytes(),
             predicted_s=self.plan.prediction.step_s if self.plan and self.plan.prediction else 0.0,
             nvme_total_written_bytes=self._compiled.engine.wear.written_bytes,
             max_nvme_written_bytes=self._compiled.engine.wear.max_bytes,
@@ -111,13 +110,16 @@ class Monitor:
         plan = self.plan
         if plan is None:
             raise ValueError("no training graph is captured yet: call lohan_fx.prepare(model, ...) first")
-        return self._compiled.memory.expected_peak_bytes(plan)
+        halves = self._compiled.halves[self._compiled.training_graphs()[-1]]
+        return min(self._compiled.memory.expected_peak_bytes(plan, halves), self._promised_rss_bytes())
 
     def memory(self) -> MemoryReport:
         """Where every byte of the process's peak since the monitor was made went, beside what was planned; it prints as a
         table. To be called before ``release``."""
-        promised_bytes = self._compiled.rss_before_bytes + self._compiled.request().budgets.host_memory_bytes
-        return self._compiled.memory.report(self.plan, promised_bytes)
+        return self._compiled.memory.report(self.plan, self._promised_rss_bytes())
+
+    def _promised_rss_bytes(self) -> int:
+        return self._compiled.rss_before_bytes + self._compiled.request().budgets.host_memory_bytes
 
     def stages(self) -> StepCheck | None:
         """What a typical step under ``plan`` took, per stage and lane; None while there is none, or with micro-batches."""

@@ -64,8 +64,8 @@ class _Life:
 def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
     """Note on ``halves`` where their values lie in the stretch that they share; the bytes by which that raises the peak.
 
-    At most ``room_bytes``: else fewer values are assigned, or none. None either where segments run compiled, which make
-    their values themselves.
+    At most ``room_bytes``: else fewer values are assigned, and at the least those that outlive their graph, which take no
+    more so. None where segments run compiled, which make their values themselves.
     """
     halves.assigned = {}
     if plan.device != "cpu" or any(halves.compiled.values()):
@@ -77,6 +77,9 @@ def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
         if more <= room_bytes:
             halves.assigned = found
             return more
+    halves.assigned = {
+        half: Assignment({}, 0, _outliving(gm, SIZES[0], halves.returned(half))) for half, gm in halves.graphs()
+    }
     return 0
 
 
@@ -89,18 +92,6 @@ def _peak(halves: Halves, plan: Plan, found: Mapping[str, Assignment]) -> int:
 def shared_bytes(found: Mapping[str, Assignment]) -> int:
     """The stretch that holds any one of ``found``."""
     return max((one.nbytes for one in found.values()), default=0)
-
-
-def outliving_bytes(halves: Halves, plan: Plan) -> int:
-    """The most that lives at once of the values that outlive their graph, which get places as they are made."""
-    others = {
-        half: {n.name for n in gm.graph.nodes} - halves.assigned[half].outliving
-        for half, gm in halves.graphs()
-        if half in halves.assigned
-    }
-    if not any(one.outliving for one in halves.assigned.values()):
-        return 0
-    return max(peak.bytes for peak in device_peaks(halves, plan, elsewhere=others).values())
 
 
 def assign(gm: GraphModule, sizes: range, returned: Sequence[Node] = ()) -> Assignment:

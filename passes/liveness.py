@@ -99,17 +99,24 @@ class _Moment:
 
 
 def device_peaks(halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING) -> dict[str, Peak]:
-    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op. ``elsewhere``: by half, the ops
-    whose values do not count."""
+    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op. ``elsewhere``: by half, the
+    ops and inputs whose values do not count."""
     most: dict[str, tuple[int, str]] = {}
     end_bytes: dict[str, int] = {}
-    for half, at in _moments(halves, plan, elsewhere):
-        leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
-        nbytes = at.live_bytes + at.gradient_bytes + leaving
+    for half, node, nbytes in alive(halves, plan, elsewhere=elsewhere):
         end_bytes[half] = nbytes
         if half not in most or nbytes > most[half][0]:
-            most[half] = nbytes, at.node
+            most[half] = nbytes, node
     return {half: Peak(nbytes, node, end_bytes[half]) for half, (nbytes, node) in most.items()}
+
+
+def alive(
+    halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+) -> Iterator[tuple[str, str, int]]:
+    """(half, op, bytes alive while it runs) for each op of both graphs, as ``device_peaks`` counts them."""
+    for half, at in _moments(halves, plan, elsewhere):
+        leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
+        yield half, at.node, at.live_bytes + at.gradient_bytes + leaving
 
 
 def device_peak(halves: Halves, plan: Plan) -> int:
@@ -217,7 +224,8 @@ def _walk(
     nodes = list(gm.graph.nodes)
     dying = _dying(nodes)
     kept = {storage_of(n) for n in outputs_of(gm) if isinstance(n, Node)} | {n for n in nodes if n.name in held}
-    live = {n: meta.cost(n).bytes for n in nodes if n.op == "placeholder" and n.name not in shells}
+    inputs = [n for n in nodes if n.op == "placeholder" and n.name not in shells and n.name not in elsewhere]
+    live = {n: meta.cost(n).bytes for n in inputs}
     total = sum(live.values())
     yield None, total, total, ()
     for place, node in enumerate(nodes):

@@ -1,0 +1,53 @@
+"""expected_peak: what training steps will add to the process's memory, as far as can be told before the first.
+
+A plan promises: it counts all staging there may be, and what capture leaves behind at the most (``budgets``), and what
+lives at once of the graphs' values. Here is expected: staging as far as this plan uses it, and what values will have touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lohan_fx.budgets import fixed_bytes, staging_bytes
+from lohan_fx.memory_model import resident_bytes
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.touched_values import touched_bytes
+from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
+from lohan_fx.runtime.state_buffer import buffer_bytes
+
+
+def added_bytes(plan: Plan, halves: Halves) -> int:
+    """Bytes of host memory that steps by ``plan`` come to use beside what capture has left behind; ``plan`` has a prediction,
+    and ``halves`` are its final graphs."""
+    if plan.device != "cpu":
+        assert plan.prediction is not None
+        left_behind = fixed_bytes(plan.windows, len(plan.parameters)) - staging_bytes(plan.windows)
+        return plan.prediction.peak_bytes["host"] - left_behind
+    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    return (
+        touched_staging_bytes(plan) + sum(resident_bytes(plan)) + swapped + touched_bytes(halves, _leaving_slowly(plan))
+    )
+
+
+def touched_staging_bytes(plan: Plan) -> int:
+    """Of the staging of a CPU's ``plan``, what will be used: what comes back is read in place, and what stays in memory is
+    updated there."""
+    windows = plan.windows
+    trained = [p for p in plan.parameters if p.trainable]
+    here = 4 * windows.chunk_elements if any(_stays(p) for p in trained) else 0
+    streamed = (
+        0 if all(_stays(p) for p in trained) else windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
+    )
+    leaves = any(a.decision == Swap(Tier.NVME) for a in plan.activations)
+    return here + streamed + (windows.io_buffers * windows.io_bytes if leaves else 0)
+
+
+def _leaving_slowly(plan: Plan) -> Plan:
+    """``plan`` with a window for what swaps out that only drives fill: what goes to host memory has left before the next."""
+    slow = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    windows = dataclasses.replace(plan.windows, swap_out_bytes=min(plan.windows.swap_out_bytes, slow))
+    return dataclasses.replace(plan, windows=windows)
+
+
+def _stays(p: ParameterPlan) -> bool:
+    return Tier.NVME not in (p.home, p.states_home, p.gradient_home)

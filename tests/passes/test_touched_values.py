@@ -1,0 +1,91 @@
+"""touched_values: each value is counted in one place, and no place is counted at less than what lives there at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+
+from lohan_fx import ops
+from lohan_fx.passes.assign_buffers import assign_buffers, shared_bytes
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.liveness import alive, device_peak
+from lohan_fx.passes.touched_values import _alive, _every, _outliving, outliving_bytes, touched_bytes
+from lohan_fx.plan import Plan
+from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
+
+ALL = range(1, sys.maxsize)
+
+
+@pytest.fixture(autouse=True)
+def _small_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.passes.assign_buffers.SIZES", (ALL,))
+
+
+def graphs(decision: str) -> tuple[Halves, Plan]:
+    """Rewritten, without places."""
+    found = captured("transformer")
+    plan = plan_for(found, DECISIONS[decision](found))
+    return rewrite(found, plan), plan
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_places_touch_at_least_what_lives_at_once(decision: str) -> None:
+    halves, plan = graphs(decision)
+    peak_bytes = device_peak(halves, plan)
+    assert touched_bytes(halves, plan) >= peak_bytes
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    brought = sum(p.bytes for p in plan.parameters) + sum(a.bytes for a in plan.activations)
+    assert peak_bytes <= touched_bytes(halves, plan) <= 2 * peak_bytes + brought
+
+
+@pytest.mark.parametrize("decision", ["keep", "swap-nvme"])
+def test_together_the_values_of_all_places_are_all_values(decision: str) -> None:
+    halves, plan = graphs(decision)
+    plan = dataclasses.replace(  # what leaves is bounded by a window each time it is counted: here it all counts
+        plan, windows=dataclasses.replace(plan.windows, gradient_bytes=1 << 40, swap_out_bytes=1 << 40)
+    )
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    outliving, every = _outliving(halves), _every(halves)
+    others = {half: names - outliving[half] for half, names in every.items()}
+    for total, *parts in zip(
+        (nbytes for _, _, nbytes in alive(halves, plan)),
+        _alive(halves, plan, outliving),
+        _alive(halves, plan, others),
+        strict=True,
+    ):
+        assert total == sum(parts)
+
+
+def test_what_the_forward_leaves_counts_in_the_backward_too() -> None:
+    halves, plan = graphs("keep")
+    assert outliving_bytes(halves, plan) == 0  # nothing has a place yet
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    crossing = {n.name for n in halves.crossing()} & halves.assigned["forward"].outliving
+    in_backward = [nbytes for half, _, nbytes in alive_of(halves, plan) if half == "backward"]
+    assert crossing and in_backward[0] > 0  # before the first op of the backward has run
+
+
+def alive_of(halves: Halves, plan: Plan) -> list[tuple[str, str, int]]:
+    others = {half: names - _outliving(halves)[half] for half, names in _every(halves).items()}
+    return list(alive(halves, plan, elsewhere=others))
+
+
+def test_what_the_stretch_for_drives_cannot_hold_is_the_heaps() -> None:
+    halves, plan = graphs("swap-nvme")
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    brought = {
+        half: frozenset(n.name for n in gm.graph.nodes if n.target in (ops.FETCH, ops.SWAP_IN))
+        for half, gm in halves.graphs()
+    }
+    most = max(_alive(halves, plan, brought))
+
+    def touched(landing_bytes: int) -> int:
+        windows = dataclasses.replace(plan.windows, fetch_bytes=landing_bytes, swap_in_bytes=0)
+        return touched_bytes(halves, dataclasses.replace(plan, windows=windows))
+
+    stretches = shared_bytes(halves.assigned) + outliving_bytes(halves, plan)
+    assert touched(most) >= stretches + most
+    assert touched(2 * most) == touched(most)  # only what is used
+    assert stretches <= touched(0) <= touched(most)  # in the heap the bytes of what has died serve again
