@@ -3,8 +3,9 @@
     python benchmarks/within_promise.py [--nvme DIR --size demo --layers 17 --host-memory 512MiB] [--save]
 
 The model is built on ``meta``. One process trains and makes a checkpoint, a second one resumes it and must go on with the
-same losses. Each runs under RLIMIT_DATA: what it had mapped before ``compile``, the promise, and ``UNTOUCHED_BYTES``; the
-kernel refuses it anything more. Bar: what the process grows by after ``compile`` began stays below the promise.
+same losses. Each joins a control group before ``compile`` in which the kernel gives it the promise and nothing more. Where
+this user may not make one, each runs under RLIMIT_DATA: what it had mapped before ``compile``, the promise, and
+``UNTOUCHED_BYTES``. Bar: what the process grows by after ``compile`` began stays below the promise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memory_group import join, memory_group, peak_bytes
 from report import arguments, finish, profile
 from workload import LR, SIZES, Workload
 
@@ -67,7 +70,11 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     model, tokens = workload.build_on_meta(), workload.tokens()
     hw, losses = HardwareProfile.load(args.hw), []
     phase = Phases()
-    limit_data(parse_bytes(args.host_memory, "host_memory") + UNTOUCHED_BYTES)
+    promise = parse_bytes(args.host_memory, "host_memory")
+    if args.group is None:
+        limit_data(promise + UNTOUCHED_BYTES)
+    else:
+        join(args.group, promise)
     with phase("compile"):
         keeps: dict[str, Any] = {"resume_from_checkpoint": True} if resumes else {"checkpoints": 1}
         lohan_fx.compile(model, hw, host_memory=args.host_memory, nvme=[args.nvme], revise=False, **keeps)
@@ -96,7 +103,9 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
         steps()
     states = BYTES_PER_PARAMETER * sum(p.numel for p in plan.parameters)
     compiled(model).detach()
-    print(json.dumps({"growth_bytes": phase.growth, "losses": losses, "state_bytes": states}))
+    group_bytes = peak_bytes(args.group) if args.group is not None else None
+    found = {"growth_bytes": phase.growth, "group_bytes": group_bytes, "losses": losses, "state_bytes": states}
+    print(json.dumps(found))
 
 
 def main() -> None:
@@ -108,6 +117,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--child", choices=("train", "resume"), help="internal: the measured process")
+    parser.add_argument("--group", type=Path, help="internal: the folder of its control group")
     args = parser.parse_args()
     if args.child:
         child(args, resumes=args.child == "resume")
@@ -127,18 +137,31 @@ def main() -> None:
     missed = [f"{name}: {n:,} bytes, {promise:,} promised" for name, n in growth.items() if n >= promise]
     if resumed["losses"] != trained["losses"][-STEPS:]:
         missed.append("the resumed training has other losses")
-    rows = [("promise", f"{promise / 1e6:,.0f} MB, states {trained['state_bytes'] / 1e6:,.0f} MB")]
+    grouped = trained["group_bytes"] is not None
+    bound_by = "a control group of the promise" if grouped else "RLIMIT_DATA"
+    rows = [("promise", f"{promise / 1e6:,.0f} MB, states {trained['state_bytes'] / 1e6:,.0f} MB; by {bound_by}")]
     rows += [(name, f"{n / 1e6:,.0f} MB") for name, n in growth.items()]
     figures = {"promise_bytes": promise, "most_bytes": most, "state_bytes": trained["state_bytes"]}
-    figures |= {"untouched_bytes": UNTOUCHED_BYTES, "growth_bytes": growth, "losses": trained["losses"]}
+    figures |= {
+        "untouched_bytes": 0 if grouped else UNTOUCHED_BYTES,
+        "growth_bytes": growth,
+        "losses": trained["losses"],
+    }
+    figures |= {"bound_by": bound_by, "group_bytes": [trained["group_bytes"], resumed["group_bytes"]]}
     finish("within_promise", rows, figures, missed, save=args.save)
 
 
 def _run(what: str, nvme: Path, hw: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, *sys.argv[1:], "--child", what, "--nvme", str(nvme), "--hw", str(hw)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    with memory_group() as group:
+        run = subprocess.run([*command, *(["--group", str(group)] if group else [])], stdout=subprocess.PIPE, text=True)
     if run.returncode:
-        sys.exit(f"the process that was to {what} ended with {run.returncode}")
+        killed = (
+            " (killed: the group was to hold more than the promise)"
+            if group and run.returncode == -signal.SIGKILL
+            else ""
+        )
+        sys.exit(f"the process that was to {what} ended with {run.returncode}{killed}")
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
 
