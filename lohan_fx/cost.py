@@ -103,6 +103,11 @@ def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
     return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s
 
 
+def handover_s(hw: HardwareProfile) -> float:
+    """Seconds that compute loses by handing a transfer over: none beside a GPU, which computes on meanwhile."""
+    return hw.handover_s if hw.device == "cpu" else 0.0
+
+
 def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
     """What the symbols of ``cost_models.lohan.CORRECTED`` stand for."""
     serial = work.serial_optimizer

@@ -40,8 +40,8 @@ _MATMUL_SHARE = 0.06
 _BANDWIDTH_SHARE = 0.04
 _ADAM_SHARE = 0.05
 _OVERHEAD_SHARE = 0.02
-_LOST_SHARE = 0.15
-_DRIVES_SHARE = 0.45
+_LOST_SHARE = 0.2
+_DRIVES_SHARE = 0.4
 
 _MIN_RUNS = 3
 _ROUNDS = 3  # a machine's speed drifts: rates are measured in turns, and the median of the rounds counts
@@ -89,8 +89,10 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             **rates,
         )
         announce("what compute loses to requests")
-        per_request, per_byte = map(rounded, lost_to_requests(directories, seconds * _LOST_SHARE))
-        return dataclasses.replace(profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte)
+        per_request, per_byte, handover = map(rounded, lost_to_requests(directories, seconds * _LOST_SHARE))
+        return dataclasses.replace(
+            profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte, handover_s=handover
+        )
 
 
 def _rates(device: str, seconds: float, announce: Announce) -> dict[str, Any]:

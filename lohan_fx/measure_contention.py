@@ -3,7 +3,8 @@
 A thread that serves a drive takes a core for a while (the system call, the checksum, the copy of what it touches into
 caches), and the ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more
 than the processor time of the requests, and is what a plan has to count; so it is measured as just that: how much less
-compute gets done beside requests like those of the runtime than alone, in turns. The other way round, threads that wait
+compute gets done beside requests like those of the runtime than alone, in turns; and for small ones, when its own thread
+asks for them. The other way round, threads that wait
 for a core leave a drive idle: on a CPU ``drives_beside_compute`` gives the rates that a plan can count on.
 """
 
@@ -14,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +25,9 @@ import torch
 
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.measure_nvme import measure_drives
+from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
+from lohan_fx.runtime.landing import LEAST_BYTES, Landing
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import SSD_THREADS, use_threads
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -34,16 +38,23 @@ ROUNDS = 4
 PLACES = 4
 """Requests of a thread go through so many places one after the other: what they touch should not stay in a cache."""
 LEAST_S = 1e-6
+FEW_ROWS = 64
+"""Of matmuls between requests that compute asks for: so short that what those cost shows."""
+AHEAD = 8
+"""So many are asked for before the first is waited for."""
 
 
-def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float, float]:
-    """Seconds that compute on all cores loses per request to the store, and besides per byte of it, half of them reads;
-    in about ``seconds``."""
+def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float, float, float]:
+    """Seconds that compute on all cores loses per request to the store, and besides per byte of it, half of them reads; and to
+    hand one over itself. In about ``seconds``."""
     if not directories:
-        return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte
-    small, large = (_lost_s(Path(directories[0]), nbytes, seconds / len(SIZES)) for nbytes in SIZES)
+        return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte, HardwareProfile.handover_s
+    directory, share_s = Path(directories[0]), seconds / (len(SIZES) + 1)
+    small, large = (_lost_s(directory, nbytes, share_s) for nbytes in SIZES)
     per_byte = max((large - small) / (SIZES[1] - SIZES[0]), 1e-12)
-    return max(small - per_byte * SIZES[0], LEAST_S), per_byte
+    per_request = max(small - per_byte * SIZES[0], LEAST_S)
+    asked = _lost_to_asking_s(directory, share_s)
+    return per_request, per_byte, max(asked - per_request - per_byte * LEAST_BYTES, LEAST_S)
 
 
 def drives_beside_compute(
@@ -97,6 +108,42 @@ def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
     return float(statistics.median(found))
 
 
+def _lost_to_asking_s(directory: Path, seconds: float) -> float:
+    """Seconds that compute loses per small request that its own thread asks for, as it does for what it fetches: finding a
+    place, the way to the lane and back, and the interpreter, which the lane's threads use too."""
+    compute, ahead = few_ops(FEW_ROWS), deque[tuple[Arrival, torch.Tensor]]()
+    with (
+        tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
+        NvmeStore([Path(place)]) as store,
+        Lane("io", threads=SSD_THREADS, timeline=Timeline(), initializer=partial(use_threads, 1)) as lane,
+    ):
+        landing, threads = Landing(2 * AHEAD * LEAST_BYTES), torch.get_num_threads()
+        store.allocate({"x": LEAST_BYTES})
+
+        def read(memory: torch.Tensor, arrival: Arrival) -> None:
+            store.read("x", 0, memory, LEAST_BYTES)
+            arrival.part_done()
+
+        def ask() -> None:
+            value, memory = landing.on_pages(torch.Size([LEAST_BYTES]), torch.uint8)
+            arrival = Arrival("what is measured", 1)
+            lane.submit(partial(read, memory, arrival))
+            ahead.append((arrival, value))
+            compute()
+            if len(ahead) > AHEAD:
+                ahead.popleft()[0].wait()
+
+        window_s, found = seconds / (2 * ROUNDS), []
+        torch.set_num_threads(threads)
+        for _ in range(ROUNDS):
+            alone = runs_per_s(compute, window_s)
+            found.append(1 / runs_per_s(ask, window_s) - 1 / alone)
+        lane.drain()
+        ahead.clear()
+        landing.close()
+    return float(statistics.median(found))
+
+
 def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: threading.Event) -> int:
     """Write and read in turns until ``stop``; how often."""
     with pool.acquire("io") as buffer:
@@ -109,9 +156,9 @@ def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: 
     raise AssertionError("unreachable")
 
 
-def few_ops() -> Callable[[], object]:
+def few_ops(rows: int = 512) -> Callable[[], object]:
     """A few ops as in a transformer's block: a matmul, and pointwise ones on what it gives."""
-    rows, width, wide = 512, 768, 2048
+    width, wide = 768, 2048
     x, weight = (torch.randn(shape).bfloat16() for shape in ((rows, width), (width, wide)))
 
     def run() -> object:

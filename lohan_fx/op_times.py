@@ -51,6 +51,11 @@ def time_ops(gm: GraphModule, device: torch.device) -> None:
             meta.set_cost(node, dataclasses.replace(meta.cost(node), measured_s=_measured[signature]))
 
 
+def forget() -> None:
+    """Measure anew from here on."""
+    _measured.clear()
+
+
 def _is_timed(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule
 
-from lohan_fx import inductor
+from lohan_fx import cost, inductor
 from lohan_fx.cost import Work
 from lohan_fx.op_times import time_ops
 from lohan_fx.passes.annotate import annotate
@@ -78,7 +78,7 @@ def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, Parameter
 
 def work_of(halves: Halves, plan: Plan, request: Request) -> Work:
     """What a step of ``halves`` does, for a cost model."""
-    return traffic(halves, plan, node_seconds(request))
+    return traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
 
 
 def compile_inference(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
-from lohan_fx import staging
+from lohan_fx import cost, staging
 from lohan_fx.budgets import largest_layer, staging_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.memory_model import resident_bytes
@@ -59,7 +59,7 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
     """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match."""
     seconds = node_seconds(request)
     keeping = rewrites.halves(_keep_everything(request))
-    costs = traffic(keeping, _keep_everything(request), seconds)
+    costs = traffic(keeping, _keep_everything(request), seconds, cost.handover_s(request.hw))
     problem = Problem(
         policy=request.policy,
         compute_dtype=request.compute_dtype,
@@ -85,7 +85,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
     division, shared = plan.division, request.budgets.shared
     if division is None or all(p.home is Tier.DEVICE and p.states_home is not Tier.NVME for p in plan.parameters):
         return plan
-    program = step_program(rewrites.halves(plan), plan, node_seconds(request))
+    program = step_program(rewrites.halves(plan), plan, node_seconds(request), cost.handover_s(request.hw))
 
     def step_s(windows: Windows) -> float:
         tried = dataclasses.replace(plan, windows=windows)

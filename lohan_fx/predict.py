@@ -32,7 +32,7 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
 
 def predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
     """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they need more memory than ``plan`` was promised."""
-    work = traffic(halves, plan, node_seconds(request))
+    work = traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
     fixed_bytes = settled(request, plan.windows).budgets.fixed_bytes
     device, host = resident_bytes(plan)[0], host_bytes(fixed_bytes, plan)
     device += device_peak(halves, plan)

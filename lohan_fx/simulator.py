@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lohan_fx import cost
 from lohan_fx.compile import compiled
 from lohan_fx.compiled_model import CompiledModel
 from lohan_fx.hardware import HardwareProfile
@@ -57,7 +58,7 @@ def simulate(
         plan = found.plans[-1] if plan is None else plan
         hw = found.request().hw if hw is None else hw
         fused = _is_fused(found)
-    program = step_program(halves, plan, node_seconds or by_rates(plan, hw))
+    program = step_program(halves, plan, node_seconds or by_rates(plan, hw), cost.handover_s(hw))
     return simulate_program(program, plan, hw, fused_adam=fused if fused_adam is None else fused_adam, steps=steps)
 
 

@@ -19,6 +19,7 @@ from lohan_fx import meta, ops
 from lohan_fx.meta import Cost, Lane
 from lohan_fx.passes.annotate import at_hint, storage_bytes
 from lohan_fx.passes.halves import Halves, outputs_of
+from lohan_fx.passes.traffic import hands_over
 from lohan_fx.plan import Plan, Tier
 
 NodeSeconds = Callable[[Cost], float]
@@ -93,32 +94,47 @@ class StepProgram:
     backward_base_bytes: int
 
 
-def step_program(halves: Halves, plan: Plan, node_seconds: NodeSeconds) -> StepProgram:
-    """The program of one step; the backward is empty where there is none."""
+def step_program(halves: Halves, plan: Plan, node_seconds: NodeSeconds, handover_s: float = 0.0) -> StepProgram:
+    """The program of one step; the backward is empty where there is none. ``handover_s``: what compute takes to hand a transfer
+    over (``cost.handover_s``)."""
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
-    forward_base, forward = _half(halves.forward, halves, resident, held, node_seconds)
+    homes = {p.name: p for p in plan.parameters}
+
+    def seconds(node: Node) -> float:
+        if node.target in ops.ALL:
+            return handover_s if hands_over(node, homes, plan.device) else 0.0
+        return node_seconds(meta.cost(node)) if meta.cost(node).lane is Lane.COMPUTE else 0.0
+
+    forward_base, forward = _half(halves.forward, halves, resident, held, seconds)
     backward_base, backward = 0, tuple[Instruction, ...]()
     if halves.backward is not None:
-        backward_base, backward = _half(halves.backward, halves, resident, held, node_seconds)
+        backward_base, backward = _half(halves.backward, halves, resident, held, seconds)
     return StepProgram(forward, forward_base, backward, backward_base)
 
 
 def _half(
-    gm: GraphModule, halves: Halves, resident: Collection[str], held: Collection[str], node_seconds: NodeSeconds
+    gm: GraphModule,
+    halves: Halves,
+    resident: Collection[str],
+    held: Collection[str],
+    seconds: Callable[[Node], float],
 ) -> tuple[int, tuple[Instruction, ...]]:
     changes = _Changes(gm, resident, held)
     base = sum(meta.cost(n).bytes for n in gm.graph.find_nodes(op="placeholder") if n.name not in halves.parameters)
-    return base, tuple(_merged(_instructions(gm, changes, node_seconds)))
+    return base, tuple(_merged(_instructions(gm, changes, seconds)))
 
 
-def _instructions(gm: GraphModule, changes: _Changes, node_seconds: NodeSeconds) -> Iterator[Instruction]:
-    """One per node, in order; a transfer's node that drops other memory too is followed by an empty ``Compute``."""
+def _instructions(gm: GraphModule, changes: _Changes, seconds: Callable[[Node], float]) -> Iterator[Instruction]:
+    """One per node, in order; handing over a transfer comes before it as ``Compute``, and an empty one follows where its node
+    drops other memory too."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         made, dropped = changes.at(node)
         found = meta.cost(node)
+        if node.target in ops.ALL and (handing_over_s := seconds(node)):
+            yield Compute(handing_over_s, 0, 0, 0)
         if node.target is ops.FETCH:
             yield Fetch(node.name, meta.origin(node) or "", found.bytes, made)
         elif node.target is ops.SWAP_IN:
@@ -133,9 +149,7 @@ def _instructions(gm: GraphModule, changes: _Changes, node_seconds: NodeSeconds)
         elif node.target is ops.WAIT:
             yield Wait(node.args[0].name)
         else:
-            computes = found.lane is Lane.COMPUTE
-            seconds = node_seconds(found) if computes else 0.0
-            yield Compute(seconds, found.touched_bytes, made, made - dropped)
+            yield Compute(seconds(node), found.touched_bytes, made, made - dropped)
             continue
         if dropped:
             yield Compute(0.0, 0, 0, -dropped)

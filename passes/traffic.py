@@ -7,7 +7,7 @@ Ensures: a value; the graphs are unchanged. Bytes are exact: what the runtime wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import sympy
 from torch.fx import GraphModule, Node
@@ -23,13 +23,18 @@ PAGE_BYTES = 4096
 """What O_DIRECT moves at least (``runtime.host_pool``)."""
 
 
-def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Work:
-    """The ``Work`` of one training step (or of one inference, where there is no backward)."""
+def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], handover_s: float = 0.0) -> Work:
+    """The ``Work`` of one training step (or of one inference, where there is no backward). ``handover_s``: what compute takes
+    to hand a transfer over (``cost.handover_s``)."""
     homes = {p.name: p for p in plan.parameters}
     forward, backward = halves.forward, halves.backward
     computed = sum(node_seconds(meta.cost(n)) for n in _computing(forward))
     again = sum(node_seconds(meta.cost(n)) for n in _computing(backward) if n.name.startswith("recompute_"))
     back = sum(node_seconds(meta.cost(n)) for n in _computing(backward)) - again
+    handed_over, handed_back = (
+        sum(hands_over(n, homes, plan.device) for n in gm.graph.nodes) if gm is not None else 0
+        for gm in (forward, backward)
+    )
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
     ends = step_ends(halves, node_seconds, plan.windows.gradient_bytes)
@@ -41,8 +46,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -
     )
     blocking = [p for p in early if p.name in ends.blocking_s and not p.in_memory_of(plan.device)]
     return Work(
-        forward_s=computed,
-        backward_s=back + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
+        forward_s=computed + handed_over * handover_s,
+        backward_s=back + handed_back * handover_s + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
         recompute_s=again,
         fetched_forward_bytes=_fetched(forward, homes, Tier.HOST, Tier.NVME),
         fetched_forward_nvme_bytes=_fetched(forward, homes, Tier.NVME),
@@ -134,6 +139,15 @@ def _computing(gm: GraphModule | None) -> list[Node]:
     if gm is None:
         return []
     return [n for n in gm.graph.nodes if n.op == "call_function" and meta.cost(n).lane is Lane.COMPUTE]
+
+
+def hands_over(node: Node, homes: Mapping[str, ParameterPlan], device: str) -> bool:
+    """Whether ``node`` hands a transfer to another lane: not where what it fetches or updates is in memory already."""
+    if node.target is ops.FETCH:
+        return homes[meta.origin(node) or ""].home is not Tier.DEVICE
+    if node.target is ops.OFFLOAD_GRAD:
+        return not homes[meta.origin(node) or ""].in_memory_of(device)
+    return node.target in (ops.SWAP_OUT, ops.SWAP_IN)
 
 
 def _calls(gm: GraphModule | None, op: Callable[..., object]) -> list[Node]:

@@ -49,12 +49,14 @@ def test_memory_is_what_liveness_finds(name: str, decision: Decision, home: Tier
     assert replayed(program.backward_base_bytes, program.backward) == (backward.bytes, backward.end_bytes)
 
 
+@pytest.mark.parametrize("handover_s", [0.0, 3.0])
 @pytest.mark.parametrize("decision", DECISIONS, ids=str)
-def test_seconds_are_those_of_traffic(decision: Decision) -> None:
+def test_seconds_are_those_of_traffic(decision: Decision, handover_s: float) -> None:
     found = captured("transformer")
     plan = plan_for(found, decision)
     halves = rewrite(found, plan)
-    program, work = step_program(halves, plan, flops_as_seconds), traffic(halves, plan, flops_as_seconds)
+    program = step_program(halves, plan, flops_as_seconds, handover_s)
+    work = traffic(halves, plan, flops_as_seconds, handover_s)
     assert seconds(program.forward) == work.forward_s
     assert seconds(program.backward) == work.backward_s + work.recompute_s
 

@@ -10,7 +10,7 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import Work
 from lohan_fx.passes.traffic import fetch_counts, swap_sizes_bytes, traffic
 from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
-from tests.passes.graphs import MODELS, captured, flops_as_seconds, nodes, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, MODELS, both, captured, flops_as_seconds, nodes, plan_for, rewrite
 
 WEIGHTS, BIAS = 4 * 32, 4 * 8  # two weights of 32 and one bias of 8 elements, fp32
 
@@ -191,3 +191,20 @@ def test_one_buffer_for_the_optimizer_makes_it_serial() -> None:
     assert not work("two-layers", plan).serial_optimizer
     one = replace(plan, windows=replace(plan.windows, optimizer_buffers=1))
     assert work("two-layers", one).serial_optimizer
+
+
+@pytest.mark.parametrize(("decision", "home"), [("swap-nvme", Tier.NVME), ("keep", Tier.NVME), ("keep", Tier.DEVICE)])
+def test_handing_a_transfer_over_takes_computes_time(decision: str, home: Tier) -> None:
+    found = captured("transformer")
+    plan = plan_for(found, DECISIONS[decision](found), home=home)
+    halves = rewrite(found, plan)
+    without, with_it = (traffic(halves, plan, flops_as_seconds, seconds) for seconds in (0.0, 3.0))
+    forward, backward = (
+        sum(n.target in (ops.FETCH, ops.SWAP_OUT, ops.SWAP_IN, ops.OFFLOAD_GRAD) for n in gm.graph.nodes)
+        for gm in both(halves)
+    )
+    if home is Tier.DEVICE:  # nothing moves: all parameters and states are in the memory of the CPU that computes
+        forward = backward = 0
+    assert with_it.forward_s - without.forward_s == 3.0 * forward
+    assert with_it.backward_s - without.backward_s == 3.0 * backward
+    assert replace(with_it, forward_s=without.forward_s, backward_s=without.backward_s) == without

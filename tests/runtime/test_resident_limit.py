@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lohan_fx import process_memory
@@ -115,4 +117,21 @@ def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
 def test_it_sees_what_the_kernel_counts() -> None:
     block = bytearray(64 << 20)
     assert abs(resident_bytes() - process_memory.rss_bytes()) < 8 << 20
+    del block
+
+
+def test_after_a_fork_it_tells_of_the_child() -> None:
+    here = resident_bytes()
+    block = bytearray(256 << 20)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        block = bytearray(0)  # the child gives up what the parent keeps
+        os.write(writer, str(resident_bytes()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    there = int(os.read(reader, 64))
+    os.close(reader)
+    os.close(writer)
+    assert there < here + (128 << 20) < resident_bytes()
     del block
