@@ -38,10 +38,11 @@ ROUNDS = 4
 PLACES = 4
 """Requests of a thread go through so many places one after the other: what they touch should not stay in a cache."""
 LEAST_S = 1e-6
-FEW_ROWS = 64
+FEW_ROWS = 16
 """Of matmuls between requests that compute asks for: so short that what those cost shows."""
 AHEAD = 8
 """So many are asked for before the first is waited for."""
+TURNS = 12
 
 
 def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float, float, float]:
@@ -133,9 +134,9 @@ def _lost_to_asking_s(directory: Path, seconds: float) -> float:
             if len(ahead) > AHEAD:
                 ahead.popleft()[0].wait()
 
-        window_s, found = seconds / (2 * ROUNDS), []
+        window_s, found = seconds / (2 * TURNS), []
         torch.set_num_threads(threads)
-        for _ in range(ROUNDS):
+        for _ in range(TURNS):
             alone = runs_per_s(compute, window_s)
             found.append(1 / runs_per_s(ask, window_s) - 1 / alone)
         lane.drain()
