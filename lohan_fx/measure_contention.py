@@ -111,7 +111,8 @@ def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
 
 def _lost_to_asking_s(directory: Path, seconds: float) -> float:
     """Seconds that compute loses per small request that its own thread asks for, as it does for what it fetches: finding a
-    place, the way to the lane and back, and the interpreter, which the lane's threads use too."""
+    place, the way to the lane and back, and the interpreter, which the lane's threads use too. Waiting for a slow drive is
+    something else."""
     compute, ahead = few_ops(FEW_ROWS), deque[tuple[Arrival, torch.Tensor]]()
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
@@ -125,6 +126,8 @@ def _lost_to_asking_s(directory: Path, seconds: float) -> float:
             store.read("x", 0, memory, LEAST_BYTES)
             arrival.part_done()
 
+        waited_s = [0.0]
+
         def ask() -> None:
             value, memory = landing.on_pages(torch.Size([LEAST_BYTES]), torch.uint8)
             arrival = Arrival("what is measured", 1)
@@ -132,13 +135,17 @@ def _lost_to_asking_s(directory: Path, seconds: float) -> float:
             ahead.append((arrival, value))
             compute()
             if len(ahead) > AHEAD:
+                begun_s = time.perf_counter()
                 ahead.popleft()[0].wait()
+                waited_s[0] += time.perf_counter() - begun_s
 
         window_s, found = seconds / (2 * TURNS), []
         torch.set_num_threads(threads)
         for _ in range(TURNS):
             alone = runs_per_s(compute, window_s)
-            found.append(1 / runs_per_s(ask, window_s) - 1 / alone)
+            waited_s[0], begun_s = 0.0, time.perf_counter()
+            asked = runs_per_s(ask, window_s) * (time.perf_counter() - begun_s)
+            found.append((time.perf_counter() - begun_s - waited_s[0]) / asked - 1 / alone)
         lane.drain()
         ahead.clear()
         landing.close()

@@ -101,9 +101,9 @@ class ActivationSwap:
         self._reclaim()
         key = next(self._keys)
         shown = x.shape
-        x = x.as_strided(
-            [1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)], x.stride()
-        )
+        if 0 in x.stride():
+            sizes = [1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)]
+            x = x.as_strided(sizes, x.stride())
         dense = _is_dense(x)
         flat = _flat_bytes(x if dense else x.contiguous())
         held_bytes = flat.untyped_storage().nbytes()
@@ -126,7 +126,7 @@ class ActivationSwap:
         off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
         after = machine.link.mark()
         for offset, nbytes in pieces:
-            source = flat[offset : offset + nbytes]
+            source = flat if nbytes == flat.numel() else flat[offset : offset + nbytes]
             leave = functools.partial(self._leave, away, source, offset, after, off_device)
             machine.d2h.submit(leave, label=left.label)
         return handle

@@ -10,6 +10,7 @@ Any thread. Assumes: what is read into a place has arrived before its value dies
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import weakref
 from collections import deque
@@ -22,6 +23,12 @@ from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_memory
 
 LEAST_BYTES = 64 << 10
 """Values of fewer bytes are a page or a few: what huge pages save there is less than finding a place costs."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, which it takes a call of torch to tell."""
+    return torch.empty(shape, device="meta").stride()
 
 
 class Landing:
@@ -49,8 +56,7 @@ class Landing:
         begin = -raw.data_ptr() % PAGE_BYTES
         value = torch.empty(0, dtype=dtype)
         # Not a view, which would keep a second tensor and its version counter beside the parameter's.
-        strides = stride or torch.empty(shape, device="meta").stride()
-        value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, strides)
+        value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, stride or _contiguous(shape))
         return value, raw[begin : begin + nbytes]
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
