@@ -21,16 +21,24 @@ space (v2), and its peak."""
 @contextlib.contextmanager
 def memory_group() -> Iterator[Path | None]:
     """The folder of a new group below that of this process, gone afterwards; None where this user may not make one."""
-    for parent in _parents():
-        with contextlib.suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="lohan_fx-", dir=parent))
-            try:
-                if _files(folder) is not None:
-                    yield folder
-                    return
-            finally:
-                folder.rmdir()
-    yield None
+    folder = next(filter(None, map(_made, _parents())), None)
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            folder.rmdir()
+
+
+def _made(parent: Path) -> Path | None:
+    """A new group below ``parent``, if that has groups for memory and lets this user make one."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="lohan_fx-", dir=parent))
+    except OSError:
+        return None
+    if _files(folder) is not None:
+        return folder
+    folder.rmdir()
+    return None
 
 
 def join(folder: Path, nbytes: int) -> None:

@@ -105,6 +105,7 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     compiled(model).detach()
     group_bytes = peak_bytes(args.group) if args.group is not None else None
     found = {"growth_bytes": phase.growth, "group_bytes": group_bytes, "losses": losses, "state_bytes": states}
+    found["grouped"] = args.group is not None
     print(json.dumps(found))
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     missed = [f"{name}: {n:,} bytes, {promise:,} promised" for name, n in growth.items() if n >= promise]
     if resumed["losses"] != trained["losses"][-STEPS:]:
         missed.append("the resumed training has other losses")
-    grouped = trained["group_bytes"] is not None
+    grouped = trained["grouped"] and resumed["grouped"]
     bound_by = "a control group of the promise" if grouped else "RLIMIT_DATA"
     rows = [("promise", f"{promise / 1e6:,.0f} MB, states {trained['state_bytes'] / 1e6:,.0f} MB; by {bound_by}")]
     rows += [(name, f"{n / 1e6:,.0f} MB") for name, n in growth.items()]

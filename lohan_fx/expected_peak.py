@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx.budgets import fixed_bytes, staging_bytes
-from lohan_fx.memory_model import resident_bytes
+from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.touched_values import touched_bytes
-from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
+from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
 
@@ -23,10 +23,8 @@ def added_bytes(plan: Plan, halves: Halves) -> int:
         assert plan.prediction is not None
         left_behind = fixed_bytes(plan.windows, len(plan.parameters)) - staging_bytes(plan.windows)
         return plan.prediction.peak_bytes["host"] - left_behind
-    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
-    return (
-        touched_staging_bytes(plan) + sum(resident_bytes(plan)) + swapped + touched_bytes(halves, _leaving_slowly(plan))
-    )
+    beside = host_bytes(touched_staging_bytes(plan), plan)
+    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan))
 
 
 def touched_staging_bytes(plan: Plan) -> int:
@@ -34,11 +32,10 @@ def touched_staging_bytes(plan: Plan) -> int:
     updated there."""
     windows = plan.windows
     trained = [p for p in plan.parameters if p.trainable]
-    here = 4 * windows.chunk_elements if any(_stays(p) for p in trained) else 0
-    streamed = (
-        0 if all(_stays(p) for p in trained) else windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
-    )
+    stay = [p.in_memory_of(plan.device) and p.gradient_home is not Tier.NVME for p in trained]
     leaves = any(a.decision == Swap(Tier.NVME) for a in plan.activations)
+    here = 4 * windows.chunk_elements if any(stay) else 0
+    streamed = 0 if all(stay) else windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
     return here + streamed + (windows.io_buffers * windows.io_bytes if leaves else 0)
 
 
@@ -47,7 +44,3 @@ def _leaving_slowly(plan: Plan) -> Plan:
     slow = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
     windows = dataclasses.replace(plan.windows, swap_out_bytes=min(plan.windows.swap_out_bytes, slow))
     return dataclasses.replace(plan, windows=windows)
-
-
-def _stays(p: ParameterPlan) -> bool:
-    return Tier.NVME not in (p.home, p.states_home, p.gradient_home)

@@ -126,7 +126,7 @@ def _lost_to_asking_s(directory: Path, seconds: float) -> float:
             store.read("x", 0, memory, LEAST_BYTES)
             arrival.part_done()
 
-        waited_s = [0.0]
+        waits_s: list[float] = []
 
         def ask() -> None:
             value, memory = landing.on_pages(torch.Size([LEAST_BYTES]), torch.uint8)
@@ -137,15 +137,15 @@ def _lost_to_asking_s(directory: Path, seconds: float) -> float:
             if len(ahead) > AHEAD:
                 begun_s = time.perf_counter()
                 ahead.popleft()[0].wait()
-                waited_s[0] += time.perf_counter() - begun_s
+                waits_s.append(time.perf_counter() - begun_s)
 
         window_s, found = seconds / (2 * TURNS), []
         torch.set_num_threads(threads)
         for _ in range(TURNS):
             alone = runs_per_s(compute, window_s)
-            waited_s[0], begun_s = 0.0, time.perf_counter()
-            asked = runs_per_s(ask, window_s) * (time.perf_counter() - begun_s)
-            found.append((time.perf_counter() - begun_s - waited_s[0]) / asked - 1 / alone)
+            waits_s.clear()
+            each_s = 1 / runs_per_s(ask, window_s)
+            found.append(each_s - sum(waits_s) / max(len(waits_s), 1) - 1 / alone)
         lane.drain()
         ahead.clear()
         landing.close()

@@ -119,6 +119,7 @@ def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfi
         matmul_flops_per_s=FrozenMapping({k: rate / compute for k, rate in hw.matmul_flops_per_s.items()}),
         memory_bytes_per_s=hw.memory_bytes_per_s / compute,
         op_overhead_s=hw.op_overhead_s * compute,
+        handover_s=hw.handover_s * compute,
         h2d_bytes_per_s=hw.h2d_bytes_per_s / ratios.get("h2d", 1.0),
         d2h_bytes_per_s=hw.d2h_bytes_per_s / ratios.get("d2h", 1.0),
         adam_parameters_per_s=hw.adam_parameters_per_s / cpu,

@@ -145,7 +145,7 @@ def _moments(
     """
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
-    updated_here = {p.name for p in plan.parameters if _is_updated_here(p, plan.device)}
+    updated_here = {p.name for p in plan.parameters if is_updated_here(p, plan.device)}
     swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Leaving(plan.windows.gradient_bytes)
     up_to: dict[object, int] = {}  # slot -> all bytes sent until its activation was, itself included
     sent_bytes = gone_bytes = 0
@@ -172,7 +172,7 @@ def _moments(
                 swaps.sent_bytes = sent_bytes - gone_bytes
 
 
-def _is_updated_here(p: ParameterPlan, device: str) -> bool:
+def is_updated_here(p: ParameterPlan, device: str) -> bool:
     """Whether the compute thread itself does away with the gradient, because all that it needs is in its memory."""
     near = (Tier.DEVICE, Tier.HOST) if device == "cpu" else (Tier.DEVICE,)
     return p.gradient_home in near if p.gradient_home is not None else p.home in near and p.states_home in near

@@ -25,8 +25,7 @@ _Names = Mapping[str, frozenset[str]]
 def touched_bytes(halves: Halves, plan: Plan) -> int:
     """Bytes of all stretches, as far as they are used, and of the heap."""
     brought = {
-        half: frozenset(n.name for n in gm.graph.nodes if n.target in (ops.FETCH, ops.SWAP_IN))
-        for half, gm in halves.graphs()
+        half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()
     }
     outliving = _outliving(halves)
     placed = {
@@ -46,7 +45,7 @@ def touched_bytes(halves: Halves, plan: Plan) -> int:
 
 def outliving_bytes(halves: Halves, plan: Plan) -> int:
     """The most that lives at once of the values that outlive their graph, which get places as they are made."""
-    return max(_alive(halves, plan, _outliving(halves)))
+    return max(_alive(halves, plan, _outliving(halves))) if halves.assigned else 0
 
 
 def _outliving(halves: Halves) -> _Names:

@@ -16,6 +16,7 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import ADAM_TOUCHED_BYTES, STATE_BYTES, Work
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.liveness import is_updated_here
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
 
@@ -146,7 +147,7 @@ def hands_over(node: Node, homes: Mapping[str, ParameterPlan], device: str) -> b
     if node.target is ops.FETCH:
         return homes[meta.origin(node) or ""].home is not Tier.DEVICE
     if node.target is ops.OFFLOAD_GRAD:
-        return not homes[meta.origin(node) or ""].in_memory_of(device)
+        return not is_updated_here(homes[meta.origin(node) or ""], device)
     return node.target in (ops.SWAP_OUT, ops.SWAP_IN)
 
 

@@ -12,6 +12,7 @@ taken already (``begin``): a loss over a large vocabulary takes a GB between two
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -59,24 +60,15 @@ class ResidentLimit:
             self._step_bytes *= 2
 
 
-class _Statm:
-    """/proc/self/statm, open as long as the process lives: opening it each time takes seven times as long as reading it,
-    and as the threads of the lanes use the interpreter meanwhile, a hundred microseconds and more."""
-
-    def __init__(self) -> None:
-        self._pid = self._fd = -1
-
-    def pages(self) -> int:
-        if self._pid != os.getpid():  # what a fork inherits tells of its parent
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._pid = os.open("/proc/self/statm", os.O_RDONLY), os.getpid()
-        return int(os.pread(self._fd, 128, 0).split(None, 2)[1])
-
-
-_statm = _Statm()
-
-
 def resident_bytes() -> int:
     """What the process has in RAM, as /proc/self/statm tells: quicker than ``status``, and as exact as needed here."""
-    return _statm.pages() * mmap.PAGESIZE
+    return int(os.pread(_statm(os.getpid()), 128, 0).split(None, 2)[1]) * mmap.PAGESIZE
+
+
+@functools.lru_cache(maxsize=1)
+def _statm(pid: int) -> int:
+    """/proc/self/statm of the process ``pid``, which is this one, open as long as it lives; what a fork inherits tells of its
+    parent. Opening it each time takes seven times as long as reading it, and while threads of the lanes use the interpreter
+    a hundred microseconds and more."""
+    del pid
+    return os.open("/proc/self/statm", os.O_RDONLY)

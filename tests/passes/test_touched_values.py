@@ -76,8 +76,7 @@ def test_what_the_stretch_for_drives_cannot_hold_is_the_heaps() -> None:
     halves, plan = graphs("swap-nvme")
     assign_buffers(halves, plan, room_bytes=1 << 30)
     brought = {
-        half: frozenset(n.name for n in gm.graph.nodes if n.target in (ops.FETCH, ops.SWAP_IN))
-        for half, gm in halves.graphs()
+        half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()
     }
     most = max(_alive(halves, plan, brought))
 
