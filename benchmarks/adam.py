@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from report import arguments, finish
+from report import arguments, at_least_one, finish
 
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
@@ -109,7 +109,7 @@ def seconds_of(update: Callable[[State], None], all_states: Sequence[State]) -> 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=at_least_one, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from prediction import CASES, Case
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import Streamed, streamed
 
 import lohan_fx
@@ -43,10 +43,15 @@ MOST_HALVINGS = 8
 FINALISTS = 3
 
 
-def candidates(count: int) -> list[str]:
-    """The searched plan first, then every policy that runs, then random ones."""
+def candidates(count: int, only: str | None) -> list[str]:
+    """The searched plan first, then every policy that runs, then random ones; of these ``only`` some. Raises ``ValueError``
+    for one that is not among them."""
     runnable = [found.name for found in ALL if found.runs and found.name != SEARCHED]
-    return [SEARCHED, *runnable, *(f"{RANDOM}{seed}" for seed in range(count))]
+    others = [*runnable, *(f"{RANDOM}{seed}" for seed in range(count))]
+    wanted = only.split(",") if only else others
+    if unknown := [name for name in wanted if name not in others]:
+        raise ValueError(f"--only names {', '.join(unknown)}: expected some of {', '.join(others)}")
+    return [SEARCHED, *wanted]
 
 
 def drawn(plan: Plan, seed: int, share: float) -> Plan:
@@ -125,7 +130,7 @@ def trained(name: str, case: Case, args: argparse.Namespace, give_up: float) -> 
 
 def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """All candidates of one case in alternating rounds, and then the finalists."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates(args.random)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates(args.random, args.only)}
     for number in range(args.rounds):
         for name, runs in found.items():
             give_up = GIVEN_UP * _fastest(found[SEARCHED])
@@ -186,10 +191,11 @@ def distinct(numbers: str | None) -> list[Case]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--cases", help="only these of prediction.py, by number, such as 1,6")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=at_least_one, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=1)
     parser.add_argument("--finals", type=int, default=3)
     parser.add_argument("--random", type=int, default=20)
+    parser.add_argument("--only", help="of the others only these, such as keep,random-3")
     parser.add_argument("--child", help="internal: the plan to train by")
     parser.add_argument("--case", help="internal: what to train")
     parser.add_argument("--give-up", type=float, default=float("inf"), help="internal: seconds a step that have lost")
@@ -198,6 +204,10 @@ def main() -> None:
     if args.child:
         child(args.child, args)
         return
+    try:
+        candidates(args.random, args.only)
+    except ValueError as error:
+        parser.error(str(error))
     hw = profile(args)
     args.hw, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
     hw.save(args.hw)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from turns import Process, serve
 from workload import SIZES, Case, chosen, streamed
 
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--host-memory", default="1GiB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps per turn")
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=4, help="timed steps per turn")
     parser.add_argument("--child", choices=(CLIPPED, PLAIN), help="internal: the measured process")
     parser.add_argument("--case", help="internal: what it measures")
     args = parser.parse_args()

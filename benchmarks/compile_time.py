@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import workload as workloads
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import Workload, alternating
 
 import lohan_fx
@@ -57,7 +57,7 @@ def ours_s(hw: lohan_fx.HardwareProfile, nvme: Any) -> float:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     workloads.SIZES["narrow"] = (args.layers, 64, 4, 2, 128, 256)

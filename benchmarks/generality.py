@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import SIZES, Step, Workload, alternating, plain_step, streamed
 
 import lohan_fx
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=at_least_one, default=8)
     args = parser.parse_args()
     hw = profile(args, seconds=6.0)
     workload = Workload(args.size, args.batch, args.seq)

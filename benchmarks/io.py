@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import arguments, finish
+from report import arguments, at_least_one, finish
 
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
@@ -177,7 +177,7 @@ def compared(kind: str, directories: Sequence[Path], args: argparse.Namespace) -
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()
     if shutil.which("fio") is None:

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 from lohan_fx.compile import compiled
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.3b")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=3)
     parser.add_argument("--host-memory", default="1.5GiB")
     parser.add_argument("--child", action="store_true", help="internal: the measured process")
     args = parser.parse_args()

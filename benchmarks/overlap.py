@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from turns import Process, serve
 from workload import Case, Streamed, Workload, chosen, streamed
 
@@ -183,7 +183,7 @@ def gaps(overlapped: StepCheck, alone: StepCheck) -> dict[str, dict[str, float]]
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--cases", help="only these, by number, such as 0,2")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--child", choices=CHILDREN, help="internal: which of the measured processes")
     parser.add_argument("--case", help="internal: what it measures")
     parser.add_argument("--plan", type=Path, help="internal: where the plan of both is kept")

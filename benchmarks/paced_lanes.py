@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from report import arguments, finish
+from report import arguments, at_least_one, finish
 from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
@@ -220,7 +220,7 @@ def measured(case: Case, hw: HardwareProfile, rounds: int) -> tuple[float, lohan
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)
     hw, rows, figures, missed = machine(str(args.nvme)), [], [], []

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_harness import DEFAULT_PATH, INSTALLING, Harness, Trained, last_line, loaded, merged
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 
 OURS = Path(__file__).with_name("peer_ours.py")
 NAME = "lohan_fx"
@@ -87,8 +87,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--harness", type=Path, default=Path(environment("LOHAN_FX_PEERS", str(DEFAULT_PATH))))
     parser.add_argument("--peer-python", default=environment("LOHAN_FX_PEER_PYTHON", sys.executable))
     parser.add_argument("--systems", default="plain,zero_offload,zero_infinity", help="the peers; lohan_fx always runs")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="measured steps per process")
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=3, help="measured steps per process")
     parser.add_argument("--cases", help="only these of the four, by number, such as 0,2")
     parser.add_argument("--model-size")
     for name in ("layers", "hidden", "batch", "seq"):

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import workload
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import Streamed, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
@@ -188,9 +188,11 @@ def judged(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--passes", type=int, default=3, help="per process: measure the machine, predict, train")
-    parser.add_argument("--steps", type=int, default=4, help="measured ones of a pass")
+    parser.add_argument("--rounds", type=at_least_one, default=1)
+    parser.add_argument(
+        "--passes", type=at_least_one, default=3, help="per process: measure the machine, predict, train"
+    )
+    parser.add_argument("--steps", type=at_least_one, default=4, help="measured ones of a pass")
     parser.add_argument("--cases", help="only these, by number, such as 0,3")
     parser.add_argument("--child", help="internal: the measured process")
     args = parser.parse_args()

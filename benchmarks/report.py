@@ -30,6 +30,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def at_least_one(given: str) -> int:
+    """A number of rounds, steps or the like, as the type of an argument."""
+    count = int(given)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{given} is none at all: give 1 or more")
+    return count
+
+
 def profile(args: argparse.Namespace, seconds: float = 12.0) -> lohan_fx.HardwareProfile:
     """The profile that ``--hw`` names, or this machine's, measured now."""
     args.nvme.mkdir(parents=True, exist_ok=True)

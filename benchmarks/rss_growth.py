@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 
-from report import arguments, finish, profile
+from report import arguments, at_least_one, finish, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 import lohan_fx
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=at_least_one, default=200)
     parser.add_argument("--policy", default="swap-nvme")
     args = parser.parse_args()
     hw = profile(args, seconds=3.0)

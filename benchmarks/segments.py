@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, arguments, finish, profile
+from report import RESULTS, arguments, at_least_one, finish, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 import lohan_fx
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="as many layers instead of those of --size")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--host-memory", default="4GiB")
     parser.add_argument("--cold", action="store_true", help="begin with an empty cache of Inductor's")
     args = parser.parse_args()

@@ -198,7 +198,11 @@ def streamed(
         warnings.simplefilter("ignore")
         lohan_fx.compile(model, hw, nvme=[nvme], hold_gradients=None if max_norm is None else True, **options)
     optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
-    plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+    try:
+        plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+    except lohan_fx.InfeasiblePlan:
+        lohan_fx.release(model)  # another plan may be tried in the same directory
+        raise
 
     def step() -> float:
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
+from lohan_fx.expected_peak import added_bytes
 from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
@@ -65,6 +66,7 @@ class CompiledModel:
         self.rss_before_bytes = before.rss_bytes
         self.plans: list[Plan] = []
         self.halves: list[Halves] = []
+        self._added_bytes: list[int] = []
         self._request = request
         self._originals = originals
         self._cleanup = cleanup
@@ -134,6 +136,7 @@ class CompiledModel:
             # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
             self._untidy_calls -= 1
             self._tidy_up()
+            self._expect_peak()
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
         training = torch.is_grad_enabled()
@@ -147,6 +150,17 @@ class CompiledModel:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
         gc.collect()
         process_memory.return_free_memory()
+
+    def _expect_peak(self) -> None:
+        """What exceeds the expected peak are holes, which are given back although more is promised."""
+        if self.engine.device.type == "cpu" and self.halves:
+            self.engine.resident_limit.expect(self.memory.expected_peak_bytes(max(self.added_bytes())))
+
+    def added_bytes(self) -> list[int]:
+        """What each of ``halves`` adds to the process's memory (``expected_peak``)."""
+        new = slice(len(self._added_bytes), None)
+        self._added_bytes += map(added_bytes, self.plans[new], self.halves[new])
+        return self._added_bytes
 
     def _give_back(self) -> None:
         self.engine.return_free_memory()
@@ -259,7 +273,7 @@ class CompiledModel:
             return
         _LOG.info("the plan is revised: %.3g s a step instead of %.3g s, by what was measured", then.step_s, now.step_s)
         self._revised = True
-        del self.plans[graph], self.halves[graph]
+        del self.plans[graph], self.halves[graph], self.added_bytes()[graph]
         self._forget_graphs(self._call[True])
 
     @contextmanager

@@ -46,6 +46,7 @@ class Work:
     them for which compute waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or
     because the plan has a stage for them; ``next_*``: of those beside the forward, which updates what the step before
     left. Of both kinds the gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says.
+    ``*returned_bytes``: of parameters that stay on a GPU and are updated by the CPU, which copies them back.
     ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler). ``*_requests``: reads and writes
     of the drives, which on a CPU take processor time.
     """
@@ -76,6 +77,9 @@ class Work:
     next_state_write_bytes: int = 0
     next_adam_parameters: int = 0
     serial_optimizer: bool = False
+    returned_bytes: int = 0
+    late_returned_bytes: int = 0
+    next_returned_bytes: int = 0
     forward_requests: float = 0
     backward_requests: float = 0
 
@@ -141,6 +145,7 @@ def _without_copies(work: Work) -> dict[str, float]:
         - work.fetched_backward_nvme_bytes
         - work.swapped_nvme_bytes,
         "gradient_bytes": 0,
+        **dict.fromkeys(("returned_bytes", "late_returned_bytes", "next_returned_bytes"), 0),
     }
 
 

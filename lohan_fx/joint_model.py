@@ -28,7 +28,7 @@ from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
-from lohan_fx.step_time import device_of, fetches_of, parameter_adds, quantities_of_plan, stage_lanes
+from lohan_fx.step_time import device_of, fetches_of, handover_adds, parameter_adds, quantities_of_plan, stage_lanes
 
 Homes = tuple[Tier, Tier | None, Tier | None]
 """Where a parameter, its optimizer states and its waiting gradient live; None for the states of a frozen one, and for
@@ -79,7 +79,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
         model=Model(
             blocks=parts,
             sizes=tuple(
-                Size(nbytes, mandatory[nbytes], tuple(_moved(nbytes, d, shared=budgets.shared) for d in options))
+                Size(nbytes, mandatory[nbytes], tuple(_moved(problem, nbytes, d) for d in options))
                 for nbytes, options in zip(sizes, decisions, strict=True)
             ),
             things=tuple(
@@ -122,11 +122,12 @@ def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Ho
     return tuple(found)
 
 
-def _moved(nbytes: int, decision: Decision, *, shared: bool) -> Adds:
+def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
     q = Quantity
     if isinstance(decision, Keep):
-        return {q.DEVICE: nbytes, q.HOST: nbytes} if shared else {q.DEVICE: nbytes}
-    return {q.SWAPPED: nbytes, q.HOST if decision == Swap(Tier.HOST) else q.SWAPPED_NVME: nbytes}
+        return {q.DEVICE: nbytes, q.HOST: nbytes} if problem.budgets.shared else {q.DEVICE: nbytes}
+    to = q.HOST if decision == Swap(Tier.HOST) else q.SWAPPED_NVME
+    return {q.SWAPPED: nbytes, to: nbytes, **handover_adds(problem, 1, 1)}
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:

@@ -64,8 +64,10 @@ def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
     """The fastest plan found. Raises ``InfeasiblePlan`` where the budgets are too small for any."""
     decisions = saving(problem, useful(problem.activations), Keep())
     everything = build_plan(problem, decisions, default_homes(problem, Tier.DEVICE), Tier.HOST)
-    # What is kept is there at once at the end of the forward: often enough to see that it does not fit.
-    if not missing(problem, everything, _kept_bytes(everything)):
+    # A GPU's parameters that the CPU updates may be better off in host memory: they are fetched beside compute. What is kept
+    # is there at once at the end of the forward: often enough to see that it does not fit.
+    fastest = not any(p.returns_to(everything.device) for p in everything.parameters)
+    if fastest and not missing(problem, everything, _kept_bytes(everything)):
         peak = problem.device_peak(everything)
         if not missing(problem, everything, peak):
             seconds = step_seconds(problem, hw, everything)

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from lohan_fx import process_memory
 from lohan_fx.budgets import staging_bytes
-from lohan_fx.expected_peak import added_bytes
 from lohan_fx.memory_model import resident_bytes
-from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.plan_table import table
 from lohan_fx.process_memory import ProcessMemory
@@ -25,7 +23,8 @@ from lohan_fx.runtime.memory_use import MemoryUse, Range
 from lohan_fx.runtime.peak_watch import PeakWatch
 
 HOLE_BYTES = 40 << 20
-"""What is expected of holes in the heap, where a few values lie that have no place (docs/0029): 9 to 121 MiB were seen."""
+"""What is expected of holes in the heap, where a few values lie that have no place (docs/0029). There may be 160 MiB of them:
+beyond the expected peak they are given back (``runtime.resident_limit``)."""
 BETWEEN = "between two steps"
 UNACCOUNTED = "not accounted for"
 GRAPH_CODE = "<eval_with_key>"
@@ -151,10 +150,10 @@ class MemoryAccounts:
             peak_bytes, promised_bytes, self._peak.stage, self._peak.op, (*found, MemoryRow(UNACCOUNTED, rest))
         )
 
-    def expected_peak_bytes(self, plan: Plan, halves: Halves) -> int:
-        """What the process will have in RAM at the peak: what is there, what steps by ``plan`` add, and holes in the heap. To
-        be asked between two steps."""
-        return added_bytes(plan, halves) + HOLE_BYTES + self._elsewhere(self._read())
+    def expected_peak_bytes(self, added_bytes: int) -> int:
+        """What the process will have in RAM at the peak: what is there, what steps add (``expected_peak``), and holes in the
+        heap. To be asked between two steps."""
+        return added_bytes + HOLE_BYTES + self._elsewhere(self._read())
 
     def _elsewhere(self, books: _Books) -> int:
         """Between two steps: what the process has that the runtime does not speak of, without what is free."""

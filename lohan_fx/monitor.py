@@ -107,11 +107,11 @@ class Monitor:
 
         Raises ``ValueError`` before there is a plan.
         """
-        plan = self.plan
-        if plan is None:
+        graphs = self._compiled.training_graphs()
+        if not graphs:
             raise ValueError("no training graph is captured yet: call lohan_fx.prepare(model, ...) first")
-        halves = self._compiled.halves[self._compiled.training_graphs()[-1]]
-        return min(self._compiled.memory.expected_peak_bytes(plan, halves), self._promised_rss_bytes())
+        added_bytes = self._compiled.added_bytes()[graphs[-1]]
+        return min(self._compiled.memory.expected_peak_bytes(added_bytes), self._promised_rss_bytes())
 
     def memory(self) -> MemoryReport:
         """Where every byte of the process's peak since the monitor was made went, beside what was planned; it prints as a

@@ -144,6 +144,11 @@ class ParameterPlan:
         near = (Tier.DEVICE, Tier.HOST) if device == "cpu" else (Tier.DEVICE,)
         return self.home in near and self.states_home in near
 
+    def returns_to(self, device: str) -> bool:
+        """Whether the updated parameter is copied to ``device``, a GPU where it stays: the CPU has updated it."""
+        stays = self.home is Tier.DEVICE and self.states_home is not Tier.DEVICE
+        return device != "cpu" and self.trainable and stays
+
     def runs_beside(self, ends: Ends, device: str) -> OptimizerTiming:
         """The stage that its update lengthens: not the backward, if its gradient is one of the last and something has to
         move for the update; not the next forward, if that begins with it or nothing has to move."""

@@ -59,7 +59,7 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
     """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match."""
     seconds = node_seconds(request)
     keeping = rewrites.halves(_keep_everything(request))
-    costs = traffic(keeping, _keep_everything(request), seconds, cost.handover_s(request.hw))
+    costs = traffic(keeping, _keep_everything(request), seconds)
     problem = Problem(
         policy=request.policy,
         compute_dtype=request.compute_dtype,
@@ -73,6 +73,7 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
         fetches=fetch_counts(keeping),
         ends=step_ends(keeping, seconds, request.windows.gradient_bytes),
         holds=request.holds,
+        handover_s=cost.handover_s(request.hw),
     )
     plan = make_plan(problem, request.hw)
     if request.chooses_staging:

@@ -45,6 +45,8 @@ class Problem:
     home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there;
     once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
     ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
+    ``handover_s``: what compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and
+    ``backward_s``.
     """
 
     policy: str
@@ -59,3 +61,4 @@ class Problem:
     fetches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
     holds: bool = False
+    handover_s: float = 0.0

@@ -10,6 +10,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
+from lohan_fx.passes.traffic import hands_gradient_over
 from lohan_fx.plan import UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
 from lohan_fx.problem import Problem
 
@@ -22,7 +23,7 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     away = p.states_home is Tier.NVME
     # Where the master is also what the graph computes with, writing the states back writes it.
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
-    states, copies, updated, held = _BESIDE.get(p.runs_beside(problem.ends, device_of(problem)), _EARLY)
+    states, copies, returned, updated, held = _BESIDE.get(p.runs_beside(problem.ends, device_of(problem)), _EARLY)
     return {
         Quantity.FETCHED_FORWARD: forward,
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
@@ -30,10 +31,36 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
         Quantity.FETCHED_BACKWARD_NVME: backward if streamed else 0,
         states: STATE_BYTES * p.numel if away else 0,
         copies: p.bytes if copied else 0,
+        returned: p.bytes if p.returns_to(device_of(problem)) else 0,
         **({updated: p.numel} if updated is not None else {}),
         **(_blocking(problem, p, away, copied) if states is Quantity.STATES else {}),
         **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
+        **handover_adds(problem, *_handed_over(problem, p)),
     }
+
+
+def handover_adds(problem: Problem, forward: int, backward: int) -> dict[Quantity, float]:
+    """What so many transfers that compute hands over in each stage add."""
+    if not problem.handover_s:
+        return {}
+    return {
+        Quantity.HANDED_OVER_FORWARD_S: problem.handover_s * forward,
+        Quantity.HANDED_OVER_BACKWARD_S: problem.handover_s * backward,
+    }
+
+
+def handover_seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
+    """What compute takes in the (forward, backward) of ``plan`` to hand transfers over."""
+    swaps = sum(isinstance(a.decision, Swap) for a in plan.activations)
+    parameters = [_handed_over(problem, p) for p in plan.parameters]
+    forward, backward = (swaps + sum(counts) for counts in zip((0, 0), *parameters, strict=True))
+    return problem.handover_s * forward, problem.handover_s * backward
+
+
+def _handed_over(problem: Problem, p: ParameterPlan) -> tuple[int, int]:
+    """How many transfers of one parameter and its gradient the (forward, backward) hand over, as ``traffic`` counts them."""
+    forward, backward = fetches_of(problem, p.name) if p.home is not Tier.DEVICE else (0, 0)
+    return forward, backward + (p.trainable and hands_gradient_over(p, device_of(problem)))
 
 
 def _blocking(problem: Problem, p: ParameterPlan, away: bool, copied: bool) -> dict[Quantity, float]:
@@ -47,22 +74,24 @@ def _blocking(problem: Problem, p: ParameterPlan, away: bool, copied: bool) -> d
     }
 
 
-_EARLY = (Quantity.STATES, Quantity.COPIED, None, None)
-_BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity | None, Quantity | None]] = {
+_EARLY = (Quantity.STATES, Quantity.COPIED, Quantity.RETURNED, None, None)
+_BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity, Quantity | None, Quantity | None]] = {
     OptimizerTiming.AFTER_BACKWARD: (
         Quantity.LATE_STATES,
         Quantity.LATE_COPIED,
+        Quantity.LATE_RETURNED,
         Quantity.LATE_UPDATED,
         Quantity.LATE_HELD_NVME,
     ),
     OptimizerTiming.NEXT_FORWARD: (
         Quantity.NEXT_STATES,
         Quantity.NEXT_COPIED,
+        Quantity.NEXT_RETURNED,
         Quantity.NEXT_UPDATED,
         Quantity.NEXT_HELD_NVME,
     ),
 }
-"""Stage of the update -> what its states, copy, elements and gradient on NVMe count as."""
+"""Stage of the update -> what its states, copy to NVMe, copy to a GPU, elements and gradient on NVMe count as."""
 
 
 def device_of(problem: Problem) -> str:
@@ -86,6 +115,9 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
     total[Quantity.SWAPPED] = sum(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
     total[Quantity.SWAPPED_NVME] = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    swaps = sum(isinstance(a.decision, Swap) for a in plan.activations)
+    for quantity, added in handover_adds(problem, swaps, swaps).items():
+        total[quantity] += added
     return total
 
 
@@ -100,8 +132,8 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         return sum(_requests_per_byte(problem, quantity) * total.get(quantity, 0) for quantity in quantities)
 
     return cost.Work(
-        forward_s=problem.forward_s,
-        backward_s=problem.backward_s,
+        forward_s=problem.forward_s + total.get(Quantity.HANDED_OVER_FORWARD_S, 0.0),
+        backward_s=problem.backward_s + total.get(Quantity.HANDED_OVER_BACKWARD_S, 0.0),
         recompute_s=total.get(Quantity.RECOMPUTE_S, 0.0),
         fetched_forward_bytes=of(Quantity.FETCHED_FORWARD),
         fetched_forward_nvme_bytes=of(Quantity.FETCHED_FORWARD_NVME),
@@ -125,6 +157,9 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         next_state_read_bytes=of(Quantity.NEXT_STATES),
         next_state_write_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_COPIED),
         next_adam_parameters=of(Quantity.NEXT_UPDATED),
+        returned_bytes=of(Quantity.RETURNED),
+        late_returned_bytes=of(Quantity.LATE_RETURNED),
+        next_returned_bytes=of(Quantity.NEXT_RETURNED),
         forward_requests=requests(_IN_FORWARD),
         backward_requests=requests(_IN_BACKWARD),
     )
@@ -187,14 +222,20 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     on_cpu = hw.device == "cpu"
     adam_s = max(1 / hw.adam_parameters_per_s, cost.ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s)
     copied_s = {q.SWAPPED: 1 / d2h} if on_cpu else {}
+    returned_s = 0.0 if on_cpu else 1 / h2d
     next_on_device = {q.NEXT_UPDATED: adam_s} if on_cpu else {}
     forward = _links(
         cost.forward_stage(nothing, hw),
         {
-            Lane.COMPUTE: {**_core_s(problem, hw, _IN_FORWARD), **copied_s, **next_on_device},
+            Lane.COMPUTE: {
+                q.HANDED_OVER_FORWARD_S: 1.0,
+                **_core_s(problem, hw, _IN_FORWARD),
+                **copied_s,
+                **next_on_device,
+            },
             Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d} | ({q.FETCHED_FORWARD_NVME: -1 / h2d} if on_cpu else {}),
             Lane.D2H: {q.SWAPPED: 1 / d2h},
-            Lane.CPU: {q.NEXT_UPDATED: adam_s},
+            Lane.CPU: {q.NEXT_UPDATED: adam_s, q.NEXT_RETURNED: returned_s},
         },
     )
     back = {q.FETCHED_BACKWARD_NVME: -1 / h2d, q.SWAPPED_NVME: -1 / h2d} if on_cpu else {}
@@ -202,13 +243,19 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     backward = _links(
         cost.backward_stage(nothing, hw),
         {
-            Lane.COMPUTE: {q.RECOMPUTE_S: 1.0, **_core_s(problem, hw, _IN_BACKWARD), **(not_here if on_cpu else {})},
+            Lane.COMPUTE: {
+                q.RECOMPUTE_S: 1.0,
+                q.HANDED_OVER_BACKWARD_S: 1.0,
+                **_core_s(problem, hw, _IN_BACKWARD),
+                **(not_here if on_cpu else {}),
+            },
             Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
-            Lane.CPU: not_here,
+            Lane.CPU: {**not_here, q.RETURNED: returned_s},
         },
     )
     one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s if on_cpu else 0.0
-    after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, {q.LATE_UPDATED: adam_s, q.LATE_STATES: one_core_s}),)),)
+    late = {q.LATE_UPDATED: adam_s, q.LATE_RETURNED: returned_s, q.LATE_STATES: one_core_s}
+    after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, late),)),)
     if hw.nvme:
         forward += _ssd(
             hw,

@@ -17,7 +17,8 @@ PUT_OFF_S = 1e-10
 
 
 class Quantity(enum.StrEnum):
-    """What decisions add to: seconds of recomputation, bytes moved per step, parameters updated, bytes held.
+    """What decisions add to: seconds of recomputation and of handing transfers over, bytes moved per step, parameters
+    updated, bytes held.
 
     ``BLOCKING_*``: of parameters for whose updates compute waits; ``LATE_*``: of those that are updated when the backward
     has ended; ``NEXT_*``: beside the next forward.
@@ -26,6 +27,8 @@ class Quantity(enum.StrEnum):
     RECOMPUTE_S = "recompute_s"
     SWAPPED = "swapped_bytes"
     SWAPPED_NVME = "swapped_nvme_bytes"
+    HANDED_OVER_FORWARD_S = "handed_over_forward_s"
+    HANDED_OVER_BACKWARD_S = "handed_over_backward_s"
     FETCHED_FORWARD = "fetched_forward_bytes"
     FETCHED_FORWARD_NVME = "fetched_forward_nvme_bytes"
     FETCHED_BACKWARD = "fetched_backward_bytes"
@@ -37,11 +40,14 @@ class Quantity(enum.StrEnum):
     BLOCKING_HIDDEN_S = "blocking_hidden_s"
     LATE_STATES = "late_states_bytes"
     LATE_COPIED = "late_copied_bytes"
+    RETURNED = "returned_bytes"
     LATE_UPDATED = "late_updated_parameters"
+    LATE_RETURNED = "late_returned_bytes"
     LATE_HELD_NVME = "late_held_nvme_bytes"
     NEXT_STATES = "next_states_bytes"
     NEXT_COPIED = "next_copied_bytes"
     NEXT_UPDATED = "next_updated_parameters"
+    NEXT_RETURNED = "next_returned_bytes"
     NEXT_HELD_NVME = "next_held_nvme_bytes"
     DEVICE = "device_bytes"
     HOST = "host_bytes"

@@ -72,6 +72,9 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         next_state_read_bytes=_states_read(next_),
         next_state_write_bytes=_states_written(next_),
         next_adam_parameters=sum(p.numel for p in next_),
+        returned_bytes=returned_bytes(early, plan),
+        late_returned_bytes=returned_bytes(late, plan),
+        next_returned_bytes=returned_bytes(next_, plan),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
         forward_requests=_stage_requests(forward, homes, plan) + _optimizer_requests(next_, plan),
         backward_requests=_stage_requests(backward, homes, plan)
@@ -147,8 +150,13 @@ def hands_over(node: Node, homes: Mapping[str, ParameterPlan], device: str) -> b
     if node.target is ops.FETCH:
         return homes[meta.origin(node) or ""].home is not Tier.DEVICE
     if node.target is ops.OFFLOAD_GRAD:
-        return not is_updated_here(homes[meta.origin(node) or ""], device)
+        return hands_gradient_over(homes[meta.origin(node) or ""], device)
     return node.target in (ops.SWAP_OUT, ops.SWAP_IN)
+
+
+def hands_gradient_over(p: ParameterPlan, device: str) -> bool:
+    """Whether the gradient or its update goes to another lane: in the backward, or in ``step()``, which is counted there."""
+    return not (is_updated_here(p, device) and p.in_memory_of(device))
 
 
 def _calls(gm: GraphModule | None, op: Callable[..., object]) -> list[Node]:
@@ -185,6 +193,11 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
 
 def _held(updated: list[ParameterPlan]) -> int:
     return sum(p.held_bytes for p in updated if p.gradient_home is Tier.NVME)
+
+
+def returned_bytes(updated: list[ParameterPlan], plan: Plan) -> int:
+    """Bytes of ``updated`` that the CPU copies back to a GPU."""
+    return sum(p.bytes for p in updated if p.returns_to(plan.device))
 
 
 def _states_read(updated: list[ParameterPlan]) -> int:

@@ -1,4 +1,4 @@
-"""resident_limit: holes in the heap go back to the system before the process outgrows its promise.
+"""resident_limit: holes in the heap go back to the system before the process outgrows its promise, or what is expected of it.
 
 Activations of many sizes come and go among those that stay, and what was freed in between counts as resident until the
 C library is asked to return it. That takes milliseconds, so it is asked only where the limit is passed.
@@ -30,11 +30,17 @@ class ResidentLimit:
     """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never."""
 
     def __init__(self, limit_bytes: int | None, give_back: Callable[[], None]) -> None:
-        self._limit_bytes = limit_bytes
+        self._promised_bytes = self._limit_bytes = limit_bytes
         self._give_back = give_back
         self._again_bytes = 0
         self._step_bytes = STEP_BYTES
         self._rises: Rises = {}
+
+    def expect(self, nbytes: int) -> None:
+        """From now on so many bytes are the limit, if the promised one is not lower: what exceeds them are holes."""
+        if self._promised_bytes is not None:
+            self._limit_bytes = min(self._promised_bytes, nbytes)
+            self._again_bytes, self._step_bytes = 0, STEP_BYTES
 
     def begin(self, rises: Rises) -> None:
         """A graph that takes ``rises`` begins."""

@@ -95,7 +95,12 @@ def _corrected(
         Term("h2d", of("fetched_forward_bytes") / h2d),
         Term("d2h", swapped / d2h),
         Term("ssd", drives(read_forward, written_forward)),
-        Term("cpu", next_adam_s + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes"))),
+        Term(
+            "cpu",
+            next_adam_s
+            + of("next_returned_bytes") / h2d
+            + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes")),
+        ),
     )
     adam_s = adam(of("adam_parameters"), *rates)
     read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
@@ -120,7 +125,10 @@ def _corrected(
         Term("h2d", (of("fetched_backward_bytes") + swapped) / h2d),
         Term("d2h", of("gradient_bytes") / d2h),
         Term("ssd", drives(read, written)),
-        Term("cpu", adam_s + drives(of("serial_read_bytes"), of("serial_write_bytes"))),
+        Term(
+            "cpu",
+            adam_s + of("returned_bytes") / h2d + drives(of("serial_read_bytes"), of("serial_write_bytes")),
+        ),
         Term(
             "updates",
             of("first_gradient_s") + drives(of("state_read_bytes"), of("state_write_bytes") + held + next_held),
@@ -130,7 +138,10 @@ def _corrected(
     late_serial_s = drives(of("late_serial_read_bytes"), of("late_serial_write_bytes"))
     optimizer = (
         Term("ssd", drives(of("late_state_read_bytes") + held, of("late_state_write_bytes"))),
-        Term("cpu", late_adam_s + one_core_s("late_state_read_bytes") + late_serial_s),
+        Term(
+            "cpu",
+            late_adam_s + of("late_returned_bytes") / h2d + one_core_s("late_state_read_bytes") + late_serial_s,
+        ),
     )
     return CostModel(
         name,

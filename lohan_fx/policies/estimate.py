@@ -8,9 +8,11 @@ from lohan_fx import cost
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
+from lohan_fx.passes.traffic import returned_bytes
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
 from lohan_fx.problem import Problem
+from lohan_fx.step_time import handover_seconds
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
     to_nvme = _bytes(plan.activations, Swap(Tier.NVME))
     blocking = [p for p in early if p.name in problem.ends.blocking_s and not p.in_memory_of(plan.device)]
+    handed_over_s, handed_back_s = handover_seconds(problem, plan)
     return cost.Work(
-        forward_s=problem.forward_s,
-        backward_s=problem.backward_s,
+        forward_s=problem.forward_s + handed_over_s,
+        backward_s=problem.backward_s + handed_back_s,
         recompute_s=sum(found.seconds[name] for name in closure(found, saved)),
         fetched_forward_bytes=fetched,
         fetched_forward_nvme_bytes=from_nvme,
@@ -77,6 +80,9 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         next_state_read_bytes=_states(next_),
         next_state_write_bytes=_states(next_) + _copies(next_),
         next_adam_parameters=sum(p.numel for p in next_),
+        returned_bytes=returned_bytes(early, plan),
+        late_returned_bytes=returned_bytes(late, plan),
+        next_returned_bytes=returned_bytes(next_, plan),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
     )
 

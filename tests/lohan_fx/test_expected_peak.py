@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from lohan_fx.budgets import staging_bytes
+from lohan_fx.budgets import choose_windows, fixed_bytes, staging_bytes
 from lohan_fx.expected_peak import added_bytes, touched_staging_bytes
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.touched_values import touched_bytes
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import Plan, Prediction, Stage, Tier
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
 
@@ -50,3 +50,12 @@ def test_what_swaps_to_ram_does_not_wait_for_a_drive() -> None:
     assert added_bytes(wide, halves) == added_bytes(narrow, halves)
     swapped = sum(a.bytes for a in planned.activations)
     assert added_bytes(planned, halves) > swapped + sum(resident_bytes(planned))
+
+
+def test_beside_a_gpu_it_is_the_prediction_without_what_capture_leaves_behind() -> None:
+    found = captured("transformer")
+    windows = choose_windows(1 << 30, [])
+    left_behind = fixed_bytes(windows, 0) - staging_bytes(windows)
+    said = Prediction(Stage({}), Stage({}), {"host": left_behind + (64 << 20)}, 0, 0, 0, 0)
+    beside = Plan("keep", "cuda", "bfloat16", 1 << 30, 1 << 30, (), (), windows, said)
+    assert added_bytes(beside, rewrite(found, plan_for(found, {}))) == 64 << 20

@@ -10,11 +10,13 @@ import torch
 
 import lohan_fx
 from lohan_fx.compile import compiled
+from lohan_fx.runtime.resident_limit import ResidentLimit
 from tests.tiny import Tiny, batch, profile
 
 PAGE = 4096
 PROMISE_BYTES = 1 << 30
 SLACK_S = 1e-3
+SLACK_BYTES = 32 << 20
 
 
 @pytest.fixture
@@ -63,6 +65,20 @@ def test_memory_is_held_against_the_promise(model: Tiny) -> None:
     assert 0 < report.rss_bytes <= report.peak_rss_bytes < report.promised_rss_bytes
     parameter_bytes = sum(4 * p.numel() for p in model.parameters())
     assert monitor.other_rss_bytes == compiled(model).rss_before_bytes - parameter_bytes
+
+
+def test_holes_go_back_beyond_the_expected_peak_long_before_the_promise(
+    model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[int] = []
+    monkeypatch.setattr(ResidentLimit, "expect", lambda _limit, nbytes: expected.append(nbytes))
+    optimizer = lohan_fx.AdamW(model.parameters(), accumulation_steps=1)
+    for _ in range(3):
+        train_once(model, optimizer)
+    assert len(expected) == 2, "after capture, and again when the backward has been lowered"
+    peak_bytes = lohan_fx.Monitor(model).expected_peak_rss_bytes()
+    assert all(abs(nbytes - peak_bytes) < SLACK_BYTES for nbytes in expected)
+    assert max(expected) < compiled(model).rss_before_bytes + PROMISE_BYTES // 2
 
 
 def test_a_recording_holds_the_events_of_its_block_alone(model: Tiny) -> None:

@@ -158,9 +158,13 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
     held = sum(p.bytes for p in later if p.gradient_home is Tier.NVME)
     chunk = plan.windows.chunk_elements
     requests = (from_nvme + swapped_bytes(plan, Tier.NVME)) / plan.windows.io_bytes
+    handed_over = sum(isinstance(a.decision, Swap) for a in plan.activations)
+    handed_over += sum(p.home is not Tier.DEVICE for p in plan.parameters)
+    near = (Tier.DEVICE, Tier.HOST) if on_cpu else (Tier.DEVICE,)
+    sent = len(moves) + sum(p not in moves and p.gradient_home not in (None, *near) for p in plan.parameters)
     work = cost.Work(
-        forward_s=asked.forward_s,
-        backward_s=asked.backward_s,
+        forward_s=asked.forward_s + asked.handover_s * handed_over,
+        backward_s=asked.backward_s + asked.handover_s * (handed_over + sent),
         recompute_s=sum(found.seconds[name] for name in closure(found, saved(plan))),
         fetched_forward_bytes=fetched,
         fetched_forward_nvme_bytes=from_nvme,
@@ -179,6 +183,12 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
         next_state_read_bytes=next_states,
         next_state_write_bytes=next_states + next_copies,
         next_adam_parameters=sum(p.numel for p in later),
+        **{
+            f"{when}returned_bytes": sum(
+                p.bytes for p in among if not on_cpu and p.home is Tier.DEVICE and p.states_home is not Tier.DEVICE
+            )
+            for when, among in (("", trained), ("late_", late), ("next_", later))
+        },
         forward_requests=requests + next_states / 3 / chunk + (next_copies + held) / 2 / chunk,
         backward_requests=requests
         + states / 3 / chunk

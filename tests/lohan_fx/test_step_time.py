@@ -72,6 +72,8 @@ def test_the_lines_are_the_cost_model(
     asked = problem(10**10, 10**10, shared=hw.device == "cpu")
     total = {
         Quantity.RECOMPUTE_S: again,
+        Quantity.HANDED_OVER_FORWARD_S: again / 2,
+        Quantity.HANDED_OVER_BACKWARD_S: again / 3,
         Quantity.SWAPPED: swapped,
         Quantity.SWAPPED_NVME: int(part * swapped),
         Quantity.FETCHED_FORWARD: fetched,
@@ -82,11 +84,14 @@ def test_the_lines_are_the_cost_model(
         Quantity.COPIED: copied,
         Quantity.LATE_STATES: late,
         Quantity.LATE_COPIED: late_copied,
+        Quantity.RETURNED: copied,
         Quantity.LATE_UPDATED: late_updated,
+        Quantity.LATE_RETURNED: late_copied if late_updated else 0,
         Quantity.LATE_HELD_NVME: int(part * late_copied),
         Quantity.NEXT_STATES: later,
         Quantity.NEXT_COPIED: later_copied,
         Quantity.NEXT_UPDATED: later_updated,
+        Quantity.NEXT_RETURNED: later_copied,
         Quantity.NEXT_HELD_NVME: int(other * later_copied),
     }
     work = work_of(asked, total)

@@ -186,6 +186,18 @@ def test_updates_on_a_gpu_are_its_own_compute_and_their_gradients_stay() -> None
     assert (cpu.late_adam_parameters, gpu.late_adam_parameters) == (72, 0)
 
 
+def test_a_parameter_that_stays_on_a_gpu_comes_back_from_the_cpu_that_updates_it() -> None:
+    for states in (Tier.HOST, Tier.NVME, Tier.DEVICE):
+        plan = plan_for(captured("two-layers"), Keep()).with_homes(Tier.DEVICE, states)
+        gpu = work("two-layers", replace(plan, device="cuda"))
+        back = gpu.returned_bytes + gpu.late_returned_bytes
+        assert back == (0 if states is Tier.DEVICE else gpu.gradient_bytes)
+        cpu = work("two-layers", plan)
+        assert cpu.returned_bytes == cpu.late_returned_bytes == 0
+    away = work("two-layers", replace(plan.with_homes(Tier.HOST, Tier.HOST), device="cuda"))
+    assert away.returned_bytes == away.late_returned_bytes == 0 < away.gradient_bytes
+
+
 def test_one_buffer_for_the_optimizer_makes_it_serial() -> None:
     plan = plan_for(captured("two-layers"), Keep())
     assert not work("two-layers", plan).serial_optimizer

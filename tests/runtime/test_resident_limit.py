@@ -135,3 +135,21 @@ def test_after_a_fork_it_tells_of_the_child() -> None:
     os.close(writer)
     assert there < here + (128 << 20) < resident_bytes()
     del block
+
+
+def test_what_is_expected_is_the_limit_where_more_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap.used = LIMIT // 2
+    heap.limit.expect(LIMIT // 2 + STEP_BYTES)
+    assert heap.looks(holes=1 << 20, times=16) == 0
+    assert heap.looks(holes=1 << 20, times=1) == 1 and heap.holes == 0
+    heap.limit.expect(2 * LIMIT)
+    assert heap.looks(used=LIMIT // 2, times=1) == 0
+    assert heap.looks(used=1 << 20, times=1) == 1, "a promise is never passed for what was expected"
+
+
+def test_without_a_promise_nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_limit, "resident_bytes", lambda: pytest.fail("looked"))
+    limit = ResidentLimit(None, lambda: pytest.fail("asked"))
+    limit.expect(0)
+    limit.look(None)
