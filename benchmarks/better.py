@@ -8,7 +8,8 @@ and ``--random`` random feasible plans (what is done with each activation, and w
 drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
 candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
 equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
-``--finals`` alternating rounds, and these alone decide. Bar: 1.03x the best.
+``--finals`` alternating rounds, and these alone decide. Bar: 1.03x the best. A case takes half an hour: with ``--save``
+those that an earlier run saved, and this one did not compare, stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from prediction import CASES, Case
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, profile, today, with_saved
 from workload import Streamed, streamed
 
 import lohan_fx
@@ -172,7 +173,7 @@ def _judged(
     measured, decided = _medians(found), _medians(finals) or _medians(found)
     best = min(decided, key=lambda name: decided[name])
     return {
-        "case": f"{case.size} {case.batch}x{case.seq} {case.host_memory}",
+        "case": f"{case.size} {case.batch}x{case.seq} {case.host_memory}", "date": today(),
         "searched_s": decided[SEARCHED], "best_s": decided[best], "best": best,
         "ratio": decided[SEARCHED] / decided[best], "finals_s": decided, "measured_s": measured,
         "predicted_s": {name: statistics.median(r["predicted_s"] for r in found[name]) for name in measured},
@@ -213,6 +214,7 @@ def main() -> None:
     hw.save(args.hw)
     cases = [compared(case, args) for case in distinct(args.cases)]
     args.hw.unlink()
+    cases = with_saved("better", cases) if args.save else cases
     missed = [
         f"{case['case']}: {case['ratio']:.3f}x the best plan ({case['best']}), at most {MOST_RATIO} allowed"
         for case in cases

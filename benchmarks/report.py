@@ -46,6 +46,19 @@ def profile(args: argparse.Namespace, seconds: float = 12.0) -> lohan_fx.Hardwar
     return lohan_fx.HardwareProfile.measure(nvme=[args.nvme], seconds=seconds)
 
 
+def today() -> str:
+    """Now, to the second, in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def with_saved(name: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``cases``, and before them those that the saved result of the benchmark ``name`` holds and that are not among them: what
+    takes an hour a case is not run in one go. Each has its name as ``case``."""
+    path, now = RESULTS / f"{name}.json", {case["case"] for case in cases}
+    saved = json.loads(path.read_text())["cases"] if path.exists() else []
+    return [*(case for case in saved if case["case"] not in now), *cases]
+
+
 def finish(
     name: str,
     rows: Sequence[tuple[str, str]],
@@ -66,7 +79,7 @@ def finish(
         **figures,
         "missed": list(missed),
         "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": today(),
         "hardware": {"cpu": platform.processor() or platform.machine(), "fingerprint": machine.fingerprint()},
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "lohan_fx": lohan_fx.__version__},
     }

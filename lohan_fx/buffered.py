@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 
-from lohan_fx import meta
+from lohan_fx import meta, ops
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
 from lohan_fx.runtime.workspace import Room, Workspace
@@ -27,7 +27,7 @@ class Buffered:
     def __init__(self, gm: GraphModule, assignment: Assignment, workspace: Workspace, nbytes: int, room: Room) -> None:
         self._graph, self._assignment, self._workspace, self._nbytes = gm, assignment, workspace, nbytes
         self._values = {n.name: meta.tensor(n) for n in gm.graph.nodes if n.name in assignment.offsets}
-        self._module = GraphModule(gm, copy.deepcopy(gm.graph))
+        self._module = _copy(gm)
         write_into(self._module, assignment, functools.partial(_maker, room))
         self._in_workspace = boxed(self._module)
         self._in_heap: Callable[[list[Any]], Any] | None = None
@@ -36,7 +36,7 @@ class Buffered:
     def __call__(self, args: list[Any]) -> Any:
         with self._workspace.borrowed(self._nbytes) as memory:
             if memory is None:
-                self._in_heap = self._in_heap or boxed(self._graph)
+                self._in_heap = self._in_heap or boxed(_copy(self._graph))
                 return self._in_heap(args)
             if memory is not self._bound:
                 self._bind(memory)
@@ -73,12 +73,20 @@ def linked(
 ) -> Callable[[list[Any]], Any]:
     """``gm`` as a function of one list, with its values where ``assignment`` says, if there is one."""
     if assignment is None or not (assignment.offsets or assignment.outliving):
-        return boxed(gm)
+        return boxed(_copy(gm))
     return Buffered(gm, assignment, workspace, nbytes, room)
 
 
+def _copy(gm: GraphModule) -> GraphModule:
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
 def boxed(gm: GraphModule) -> Callable[[list[object]], object]:
-    """``gm`` as a function of one list, which it empties: every value dies at its last use."""
+    """``gm``, which is changed, as a function of one list, which it empties: every value dies at its last use. Our ops are
+    called without the dispatcher."""
+    for op, function in ops.FUNCTIONS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            node.target = function
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
 

@@ -149,5 +149,14 @@ OFFLOAD_GRAD: Any = torch.ops.lohan.offload_grad.default
 STARTS = (FETCH, SWAP_IN)
 ALL = (FETCH, SWAP_OUT, SWAP_IN, WAIT, OFFLOAD_GRAD)
 
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    FETCH: _fetch,
+    SWAP_OUT: _swap_out,
+    SWAP_IN: _swap_in,
+    WAIT: _wait,
+    OFFLOAD_GRAD: _offload_grad,
+}
+"""What runs each op. By way of the dispatcher a call lets other threads have the interpreter, twice, and waits to get it back."""
+
 for _op in (SWAP_OUT, OFFLOAD_GRAD):
     torch.fx.node.has_side_effect(_op)

@@ -51,10 +51,14 @@ def handover_adds(problem: Problem, forward: int, backward: int) -> dict[Quantit
 
 def handover_seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     """What compute takes in the (forward, backward) of ``plan`` to hand transfers over."""
-    swaps = sum(isinstance(a.decision, Swap) for a in plan.activations)
+    swaps = _swaps(plan)
     parameters = [_handed_over(problem, p) for p in plan.parameters]
     forward, backward = (swaps + sum(counts) for counts in zip((0, 0), *parameters, strict=True))
     return problem.handover_s * forward, problem.handover_s * backward
+
+
+def _swaps(plan: Plan) -> int:
+    return sum(isinstance(a.decision, Swap) for a in plan.activations)
 
 
 def _handed_over(problem: Problem, p: ParameterPlan) -> tuple[int, int]:
@@ -115,8 +119,7 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
     total[Quantity.SWAPPED] = sum(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
     total[Quantity.SWAPPED_NVME] = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
-    swaps = sum(isinstance(a.decision, Swap) for a in plan.activations)
-    for quantity, added in handover_adds(problem, swaps, swaps).items():
+    for quantity, added in handover_adds(problem, _swaps(plan), _swaps(plan)).items():
         total[quantity] += added
     return total
 

@@ -57,20 +57,20 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         swapped_bytes=sum(_swapped_bytes(n) for n in swaps),
         swapped_nvme_bytes=sum(_swapped_bytes(n) for n in swaps if n.args[2] == Tier.NVME),
         gradient_bytes=sum(p.bytes for p in updated if p.gradient_home is not Tier.DEVICE),
-        state_read_bytes=_states_read(early),
-        state_write_bytes=_states_written(early),
+        state_read_bytes=states_read_bytes(early),
+        state_write_bytes=states_written_bytes(early),
         adam_parameters=sum(p.numel for p in early),
-        held_nvme_bytes=_held(late),
-        late_state_read_bytes=_states_read(late),
-        late_state_write_bytes=_states_written(late),
+        held_nvme_bytes=held_nvme_bytes(late),
+        late_state_read_bytes=states_read_bytes(late),
+        late_state_write_bytes=states_written_bytes(late),
         late_adam_parameters=sum(p.numel for p in late),
         first_gradient_s=ends.first_gradient_s,
-        blocking_read_bytes=_states_read(blocking),
-        blocking_write_bytes=_states_written(blocking),
+        blocking_read_bytes=states_read_bytes(blocking),
+        blocking_write_bytes=states_written_bytes(blocking),
         blocking_hidden_s=sum(ends.blocking_s[p.name] for p in blocking),
-        next_held_nvme_bytes=_held(next_),
-        next_state_read_bytes=_states_read(next_),
-        next_state_write_bytes=_states_written(next_),
+        next_held_nvme_bytes=held_nvme_bytes(next_),
+        next_state_read_bytes=states_read_bytes(next_),
+        next_state_write_bytes=states_written_bytes(next_),
         next_adam_parameters=sum(p.numel for p in next_),
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
@@ -191,7 +191,8 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
     )
 
 
-def _held(updated: list[ParameterPlan]) -> int:
+def held_nvme_bytes(updated: list[ParameterPlan]) -> int:
+    """Bytes of the gradients of ``updated`` that wait on NVMe."""
     return sum(p.held_bytes for p in updated if p.gradient_home is Tier.NVME)
 
 
@@ -200,12 +201,14 @@ def returned_bytes(updated: list[ParameterPlan], plan: Plan) -> int:
     return sum(p.bytes for p in updated if p.returns_to(plan.device))
 
 
-def _states_read(updated: list[ParameterPlan]) -> int:
+def states_read_bytes(updated: list[ParameterPlan]) -> int:
+    """Bytes of states that the updates of ``updated`` read from NVMe."""
     return sum(STATE_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
 
 
-def _states_written(updated: list[ParameterPlan]) -> int:
-    return _states_read(updated) + sum(_streamed_back(p) for p in updated)
+def states_written_bytes(updated: list[ParameterPlan]) -> int:
+    """Bytes that the updates of ``updated`` write to NVMe: states, and copies that the next forward streams."""
+    return states_read_bytes(updated) + sum(_streamed_back(p) for p in updated)
 
 
 def _streamed_back(parameter: ParameterPlan) -> int:

@@ -105,19 +105,19 @@ class ActivationSwap:
             sizes = [1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)]
             x = x.as_strided(sizes, x.stride())
         dense = _is_dense(x)
-        flat = _flat_bytes(x if dense else x.contiguous())
-        held_bytes = flat.untyped_storage().nbytes()
+        moved = x if dense else x.contiguous()
+        nbytes, held_bytes = moved.numel() * moved.element_size(), moved.untyped_storage().nbytes()
         self.leaving.take(held_bytes, f"swap window for {tuple(shown)}")
         try:
-            region = self._arena.take(flat.numel()) if tier == Tier.HOST else None
-            extent = self._extent(flat.numel()) if region is None and flat.numel() else None
+            region = self._arena.take(nbytes) if tier == Tier.HOST else None
+            extent = self._extent(nbytes) if region is None and nbytes else None
         except BaseException:
             self.leaving.give_back(held_bytes)
             raise
-        pieces = [(0, flat.numel())] if region is not None else machine.pieces(flat.numel())
+        pieces = [(0, nbytes)] if region is not None else machine.pieces(nbytes)
         left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
         self._away[key] = away = _Swapped(
-            left.label, shown, x.shape, x.stride(), x.dtype, flat.numel(), dense, left, region, extent
+            left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent
         )
         # Not a view: autograd would save a detached copy of one, and the original's death would abandon the tensor.
         handle = ops.empty_handle(x.device)
@@ -125,17 +125,20 @@ class ActivationSwap:
         weakref.finalize(handle, self._abandon, key)
         off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
         after = machine.link.mark()
-        for offset, nbytes in pieces:
-            source = flat if nbytes == flat.numel() else flat[offset : offset + nbytes]
-            leave = functools.partial(self._leave, away, source, offset, after, off_device)
+        for piece in pieces:
+            leave = functools.partial(self._leave, away, moved, piece, after, off_device)
             machine.d2h.submit(leave, label=left.label)
         return handle
 
-    def _leave(self, away: _Swapped, source: torch.Tensor, offset: int, after: Moment, off_device: Countdown) -> None:
-        """On the d2h lane: into the host region, or into a staging buffer and from there to the store."""
-        machine = self._machine
+    def _leave(
+        self, away: _Swapped, moved: torch.Tensor, piece: tuple[int, int], after: Moment, off_device: Countdown
+    ) -> None:
+        """One ``piece`` of ``moved``, on the d2h lane: into the host region, or into a staging buffer and from there to the
+        store."""
+        machine, (offset, nbytes) = self._machine, piece
         try:
-            buffer = self._copy_out(away, source, after)
+            # Each thread has its own mind about autograd: what is copied here must not be on its record.
+            buffer = self._copy_out(away, _flat_bytes(moved.detach())[offset : offset + nbytes], after)
         except BaseException as error:
             away.left.part_done(error)
             raise
@@ -145,7 +148,7 @@ class ActivationSwap:
             away.left.part_done()
             return
         try:
-            write = functools.partial(self._write, away, buffer, offset, source.numel())
+            write = functools.partial(self._write, away, buffer, offset, nbytes)
             machine.ssd.submit(write, priority=SWAP_OUT_PRIORITY, label=away.label)
         except BaseException as error:
             buffer.release()
@@ -224,15 +227,16 @@ class ActivationSwap:
         self, away: _Swapped, back: Arrival, flat: torch.Tensor, in_place: bool, after: Moment, offset: int, nbytes: int
     ) -> None:
         """Start the way back of one piece, into its place in ``flat``."""
-        machine, destination = self._machine, flat[offset : offset + nbytes]
-        if away.region is not None:
-            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
-            machine.h2d.submit(copy, label=back.label)
-            return
-        if in_place:
+        machine = self._machine
+        if in_place and away.region is None:
             assert away.extent is not None
             read = functools.partial(read_in_place, machine, back, away.extent, offset, flat, nbytes)
             machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
+            return
+        destination = flat[offset : offset + nbytes]
+        if away.region is not None:
+            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
+            machine.h2d.submit(copy, label=back.label)
             return
         staged = functools.partial(self._read, away, back, destination, offset, after)
         machine.read_staged("swap_in", back.label, staged, back.part_done)

@@ -16,11 +16,17 @@ from lohan_fx.runtime.host_pool import page_padded_bytes
 
 @dataclass(frozen=True)
 class Region:
-    """A place: ``tensor`` is its memory, uint8, of the size asked for."""
+    """A place of ``nbytes`` in ``memory``, of which it takes up ``padded_bytes``."""
 
+    memory: torch.Tensor
     offset: int
+    nbytes: int
     padded_bytes: int
-    tensor: torch.Tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its memory, uint8, of the size asked for."""
+        return self.memory[self.offset : self.offset + self.nbytes]
 
 
 class HostArena:
@@ -38,7 +44,7 @@ class HostArena:
             for index, (offset, size) in enumerate(self._holes):
                 if size >= wanted and self._memory is not None:
                     self._holes[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
-                    return Region(offset, wanted, self._memory[offset : offset + nbytes])
+                    return Region(self._memory, offset, nbytes, wanted)
         return None
 
     def give_back(self, region: Region) -> None:

@@ -50,9 +50,12 @@ class Landing:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A dense CPU tensor that begins on a page, and all its pages as uint8: what O_DIRECT reads into."""
         nbytes = page_padded_bytes(shape.numel() * dtype.itemsize)
-        raw = self._place(nbytes)
-        if raw is None:
-            raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+        memory = self._place(nbytes)
+        if memory is not None:
+            # Each call of torch lets other threads have the interpreter, and waits to get it back; ``frombuffer`` does not.
+            value = torch.frombuffer(memory, dtype=dtype, count=shape.numel())
+            return value.as_strided_(shape, stride or _contiguous(shape)), torch.frombuffer(memory, dtype=torch.uint8)
+        raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
         begin = -raw.data_ptr() % PAGE_BYTES
         value = torch.empty(0, dtype=dtype)
         # Not a view, which would keep a second tensor and its version counter beside the parameter's.
@@ -61,26 +64,25 @@ class Landing:
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of the shape, strides and dtype of ``value``, which is dense; its storage holds nothing else."""
-        raw = self._place(value.numel() * value.element_size())
-        if raw is None:
+        memory = self._place(value.numel() * value.element_size())
+        if memory is None:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        made = torch.empty(0, dtype=value.dtype)
-        made.set_(raw.untyped_storage(), 0, value.shape, value.stride())
-        return made
+        made = torch.frombuffer(memory, dtype=value.dtype, count=value.numel())
+        return made.as_strided_(value.shape, value.stride())
 
-    def _place(self, nbytes: int) -> torch.Tensor | None:
-        """A storage of its own of ``nbytes``, or None; its death frees the place."""
+    def _place(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
+        """Memory of ``nbytes`` that nobody else has, or None; the death of what is made of it frees the place."""
         if nbytes < LEAST_BYTES:
             return None
         self._clear()
         region = self._arena.take(nbytes)
         if region is None:
             return None
-        memory = (ctypes.c_uint8 * nbytes).from_address(region.tensor.data_ptr())
-        # The storage holds ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
+        memory = (ctypes.c_uint8 * nbytes).from_address(self._address + region.offset)
+        # Storages hold ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
         # holds the arena's lock; so it only takes a note.
         weakref.finalize(memory, self._left.append, region).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     def _clear(self) -> None:
         while self._left:

@@ -57,12 +57,13 @@ class OutOfCoreOptimizer:
     def offer(self, slot: int, gradient: torch.Tensor, purpose: Purpose, options: AdamOptions | None) -> None:
         """Hand over the gradient of ``slot``; returns once it may leave the device, not once it is applied."""
         parameter = self._slots[slot]
-        flat = gradient.detach().reshape(-1)
-        nbytes = flat.numel() * flat.element_size()
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+        nbytes = gradient.numel() * gradient.element_size()
         here = self._in_memory(slot, purpose)
         jobs = self._jobs(parameter, purpose, options)
         if here and jobs:
-            self._update_here(jobs, flat)
+            self._update_here(jobs, _flat(gradient))
             return
         with self._chunks.changed:
             self._chunks.refuse_if_failed()
@@ -76,9 +77,9 @@ class OutOfCoreOptimizer:
             return
         left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
         if self._machine.link.shares_memory:
-            leaves = [functools.partial(self._leave_in_place, jobs, flat, left)]
+            leaves = [functools.partial(self._leave_in_place, jobs, gradient, left)]
         else:
-            after = self._machine.link.mark()
+            flat, after = _flat(gradient), self._machine.link.mark()
             leaves = [functools.partial(self._leave, job, flat, after, left) for job in jobs]
         for leave in leaves:
             with self._chunks.no_job_lost():
@@ -185,8 +186,9 @@ class OutOfCoreOptimizer:
 
     # --- on the d2h lane --------------------------------------------------------------------------------------
 
-    def _leave_in_place(self, jobs: Sequence[ChunkUpdate], flat: torch.Tensor, left: Countdown) -> None:
+    def _leave_in_place(self, jobs: Sequence[ChunkUpdate], gradient: torch.Tensor, left: Countdown) -> None:
         """Nothing is copied: the window counts the gradient until all its chunks are updated."""
+        flat = _flat(gradient)
         for job in jobs:
             with self._chunks.finished_if_failing(job):
                 job.in_place, job.left = flat[job.chunk.start : job.chunk.start + job.chunk.elements], left
@@ -210,3 +212,8 @@ class OutOfCoreOptimizer:
         with self._chunks.changed:
             self._window_used -= nbytes
             self._chunks.changed.notify_all()
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """1-D; ``gradient`` is contiguous."""
+    return gradient.detach().view(-1)

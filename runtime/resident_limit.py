@@ -12,6 +12,7 @@ taken already (``begin``): a loss over a large vocabulary takes a GB between two
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import os
@@ -68,7 +69,10 @@ class ResidentLimit:
 
 def resident_bytes() -> int:
     """What the process has in RAM, as /proc/self/statm tells: quicker than ``status``, and as exact as needed here."""
-    return int(os.pread(_statm(os.getpid()), 128, 0).split(None, 2)[1]) * mmap.PAGESIZE
+    text = ctypes.create_string_buffer(128)
+    if _pread(_statm(os.getpid()), text, len(text) - 1, 0) <= 0:
+        raise OSError("/proc/self/statm cannot be read: is /proc mounted?")
+    return int(text.value.split(None, 2)[1]) * mmap.PAGESIZE
 
 
 @functools.lru_cache(maxsize=1)
@@ -78,3 +82,9 @@ def _statm(pid: int) -> int:
     a hundred microseconds and more."""
     del pid
     return os.open("/proc/self/statm", os.O_RDONLY)
+
+
+_pread = ctypes.PyDLL(None).pread
+"""As ``os.pread``, but it keeps the interpreter meanwhile, which to get back may take a hundred times as long as reading."""
+_pread.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long)
+_pread.restype = ctypes.c_ssize_t

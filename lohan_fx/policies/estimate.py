@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lohan_fx import cost
-from lohan_fx.cost import STATE_BYTES
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
-from lohan_fx.passes.traffic import returned_bytes
-from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from lohan_fx.passes.traffic import held_nvme_bytes, returned_bytes, states_read_bytes, states_written_bytes
+from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
 from lohan_fx.problem import Problem
 from lohan_fx.step_time import handover_seconds
@@ -65,20 +64,20 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         swapped_bytes=to_nvme + _bytes(plan.activations, Swap(Tier.HOST)),
         swapped_nvme_bytes=to_nvme,
         gradient_bytes=sum(p.bytes for p in trained if p.gradient_home is not Tier.DEVICE),
-        state_read_bytes=_states(early),
-        state_write_bytes=_states(early) + _copies(early),
+        state_read_bytes=states_read_bytes(early),
+        state_write_bytes=states_written_bytes(early),
         adam_parameters=sum(p.numel for p in early),
-        held_nvme_bytes=_held(late),
-        late_state_read_bytes=_states(late),
-        late_state_write_bytes=_states(late) + _copies(late),
+        held_nvme_bytes=held_nvme_bytes(late),
+        late_state_read_bytes=states_read_bytes(late),
+        late_state_write_bytes=states_written_bytes(late),
         late_adam_parameters=sum(p.numel for p in late),
         first_gradient_s=problem.ends.first_gradient_s,
-        blocking_read_bytes=_states(blocking),
-        blocking_write_bytes=_states(blocking) + _copies(blocking),
+        blocking_read_bytes=states_read_bytes(blocking),
+        blocking_write_bytes=states_written_bytes(blocking),
         blocking_hidden_s=sum(problem.ends.blocking_s[p.name] for p in blocking),
-        next_held_nvme_bytes=_held(next_),
-        next_state_read_bytes=_states(next_),
-        next_state_write_bytes=_states(next_) + _copies(next_),
+        next_held_nvme_bytes=held_nvme_bytes(next_),
+        next_state_read_bytes=states_read_bytes(next_),
+        next_state_write_bytes=states_written_bytes(next_),
         next_adam_parameters=sum(p.numel for p in next_),
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
@@ -89,17 +88,3 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
 
 def _bytes(activations: tuple[ActivationPlan, ...], decision: Keep | Swap) -> int:
     return sum(a.bytes for a in activations if a.decision == decision)
-
-
-def _held(updated: list[ParameterPlan]) -> int:
-    return sum(p.held_bytes for p in updated if p.gradient_home is Tier.NVME)
-
-
-def _states(updated: list[ParameterPlan]) -> int:
-    return sum(STATE_BYTES * p.numel for p in updated if p.states_home is Tier.NVME)
-
-
-def _copies(updated: list[ParameterPlan]) -> int:
-    """Bytes of compute-dtype copies that are written beside the master, where they are not the master."""
-    own = (p for p in updated if p.bytes != 4 * p.numel or p.states_home is not Tier.NVME)
-    return sum(p.bytes for p in own if p.home is Tier.NVME)

@@ -16,11 +16,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan_fx import meta, ops, pipeline
 from lohan_fx.budgets import MIB, choose_windows, make_budgets
-from lohan_fx.buffered import boxed
+from lohan_fx.buffered import boxed, linked
 from lohan_fx.errors import InfeasiblePlan, VerifyError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import closure
@@ -33,9 +34,10 @@ from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.request import Request
+from lohan_fx.runtime.workspace import Room, Workspace
 from tests.passes import graphs
 from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
-from tests.passes.graphs import Captured, captured, graph_of, nodes
+from tests.passes.graphs import Captured, captured, graph_of, nodes, plan_for, rewrite
 
 GPU = HardwareProfile.preset("rtx4090-12xP5510")
 GIB = 1 << 30
@@ -295,3 +297,27 @@ def test_a_boxed_graph_gives_up_its_inputs_at_their_last_use() -> None:
     assert arguments == []
     assert seen == [False, False]
     assert relu.users
+
+
+def test_what_is_linked_calls_our_ops_without_the_dispatcher_and_the_graph_still_shows_them() -> None:
+    found = captured("two-layers")
+    halves = rewrite(found, plan_for(found, {}))
+    kinds = [n.target for n in halves.forward.graph.nodes if n.op == "call_function"]
+    assert ops.FETCH in kinds and ops.WAIT in kinds
+    with bound(halves, FakeRuntime(found.parameter_values())), torch.no_grad(), CountOps() as counted:
+        outputs = linked(halves.forward, None, Workspace(), 0, Room())(forward_inputs(found, shells=True))
+        assert torch.equal(outputs[0], found.model(*found.inputs))
+    assert counted.seen and not any(op.startswith("lohan") for op in counted.seen)
+    assert [n.target for n in halves.forward.graph.nodes if n.op == "call_function"] == kinds
+
+
+class CountOps(TorchDispatchMode):
+    """The names of the ops that the dispatcher was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))

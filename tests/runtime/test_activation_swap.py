@@ -94,6 +94,17 @@ def test_the_same_bits_shape_and_strides_come_back(name: str, tier: str, rig: Ri
     assert rig.swap.away == 0 and rig.whole()
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_of_a_value_that_trains_is_recorded(tier: str, rig: Rig) -> None:
+    x = torch.randn(30, 40, requires_grad=True)
+    with torch.no_grad():
+        value = rig.back(rig.swap.swap_out(x, tier))
+    assert torch.equal(value, x) and not value.requires_grad
+    assert rig.arena._memory is not None and not rig.arena._memory.requires_grad
+    with rig.machine.pool.acquire("swap_out") as staging:
+        assert not staging.tensor.requires_grad
+
+
 def test_many_at_once_in_any_order(rig: Rig) -> None:
     values = [torch.full((500 + i,), float(i)) for i in range(20)]
     handles = [rig.swap.swap_out(value, TIERS[i % 2]) for i, value in enumerate(values)]
