@@ -56,19 +56,21 @@ def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts],
 
     What the planner begins with; only ``chunk_elements``, by which the store is laid out, must be known before the graphs
     are (``staging`` changes the rest by what it saves). Beside a GPU a layer's gradients come in a burst, and what host
-    memory holds of them is what the drives work on until the next.
+    memory holds of them is what the drives work on until the next. On a CPU (``shared``) each request takes time from compute,
+    so there are fewer and larger ones where that costs no larger share of the promise (docs/0030).
     """
     layer_bytes, layer_elements = largest_layer(parameters)
     roomy = host_memory_bytes >= 1024 * MIB
     small = host_memory_bytes < 768 * MIB
-    chunk_elements = (128 << 10) if small else (1 << 20) if roomy else (512 << 10)
+    doubled = 2 if shared and host_memory_bytes >= 2048 * MIB else 1
+    chunk_elements = doubled * ((128 << 10) if small else (1 << 20) if roomy else (512 << 10))
     burst = 0 if shared else min(-(-layer_elements // chunk_elements), host_memory_bytes // 64 // (4 * chunk_elements))
     return Windows(
         fetch_bytes=min(2 * layer_bytes, host_memory_bytes // 8),
         swap_in_bytes=min(64 * MIB, host_memory_bytes // 16),
         gradient_bytes=min(layer_bytes, host_memory_bytes // 8),
         chunk_elements=chunk_elements,
-        io_bytes=MIB if small else 4 * MIB if roomy else 2 * MIB,
+        io_bytes=doubled * (MIB if small else 4 * MIB if roomy else 2 * MIB),
         io_buffers=4,
         optimizer_buffers=4,
         gradient_buffers=max(4, burst),
