@@ -34,9 +34,10 @@ def main(nvme: Path, policy: str, host_memory: str) -> None:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        before_bytes = monitor.step().peak_rss_bytes
         report = monitor.memory()
-        peak_bytes = monitor.step().peak_rss_bytes
-    print(json.dumps({**asdict(report), "hwm_bytes": peak_bytes, "text": str(report)}))
+        after_bytes = monitor.step().peak_rss_bytes
+    print(json.dumps({**asdict(report), "hwm_bytes": [before_bytes, after_bytes], "text": str(report)}))
 
 
 if __name__ == "__main__":

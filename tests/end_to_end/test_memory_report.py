@@ -33,8 +33,8 @@ def test_rows_add_up_to_the_peak_and_leave_little_over(policy: str, tmp_path: Pa
     rows = {row["purpose"]: row["bytes"] for row in found["rows"]}
     planned = {row["purpose"]: row["planned_bytes"] for row in found["rows"]}
     assert sum(rows.values()) == found["peak_rss_bytes"] < found["promised_bytes"]
-    # Read a moment later, when the process may have touched another page.
-    assert 0 <= found["hwm_bytes"] - found["peak_rss_bytes"] < 1 << 20
+    before_bytes, after_bytes = found["hwm_bytes"]  # a process touches pages also while it is asked
+    assert before_bytes <= found["peak_rss_bytes"] <= after_bytes
     assert abs(rows[UNACCOUNTED]) < UNACCOUNTED_SHARE * found["peak_rss_bytes"], found["text"]
     assert all(nbytes >= 0 for purpose, nbytes in rows.items() if purpose != UNACCOUNTED)
     for purpose in (PARAMETERS, STATES):

