@@ -69,7 +69,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
         ends = (
             p.name in problem.ends.first_fetches,
             p.name in problem.ends.last_gradients,
-            problem.ends.blocking_s.get(p.name),
+            problem.ends.blocking.get(p.name),
         )
         alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name), *ends), []).append(p)
     homes = tuple(_homes(members[0], problem, hw) for members in alike.values())

@@ -107,17 +107,31 @@ class ActivationPlan:
 
 
 @dataclass(frozen=True)
+class Blocking:
+    """A parameter whose gradient leaves no room in the window for the next one: compute waits until it is updated.
+    ``hidden_s``: seconds of the backward from one to the other. ``elements_after``: of the gradients after it, up to the
+    first that leaves room, in whole chunks: what is written last drains from the optimizer's buffers as compute goes on."""
+
+    hidden_s: float
+    elements_after: int
+
+    def written(self, numel: int, windows: Windows) -> float:
+        """Share of the writes for ``numel`` elements that must be over before compute goes on."""
+        in_buffers = windows.optimizer_buffers * windows.chunk_elements - self.elements_after
+        return 1 - min(max(in_buffers, 0), numel) / numel
+
+
+@dataclass(frozen=True)
 class Ends:
     """The parameters at both ends of a step, where no compute is left to hide anything beside: those that the forward
     waits for first, and those whose gradients the backward makes last. ``first_gradient_s``: seconds of the backward,
-    recomputation aside, before it makes more than a negligible part of them. ``blocking_s``: parameters whose gradients
-    leave no room in the window for the next one, and the seconds of the backward from one to the other: compute then
-    waits until the first is updated."""
+    recomputation aside, before it makes more than a negligible part of them. ``blocking``: the parameters for
+    whose updates compute waits."""
 
     first_fetches: frozenset[str] = frozenset()
     last_gradients: frozenset[str] = frozenset()
     first_gradient_s: float = 0.0
-    blocking_s: Mapping[str, float] = field(default_factory=dict)
+    blocking: Mapping[str, Blocking] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
         windows=request.windows,
         device_peak=rewrites.device_peak,
         fetches=fetch_counts(keeping),
-        ends=step_ends(keeping, seconds, request.windows.gradient_bytes),
+        ends=step_ends(keeping, seconds, request.windows),
         holds=request.holds,
         handover_s=cost.handover_s(request.hw),
     )

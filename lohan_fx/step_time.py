@@ -10,7 +10,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
-from lohan_fx.passes.traffic import hands_gradient_over
+from lohan_fx.passes.traffic import blocking_written_bytes, hands_gradient_over, states_read_bytes
 from lohan_fx.plan import UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
 from lohan_fx.problem import Problem
 
@@ -33,7 +33,7 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
         copies: p.bytes if copied else 0,
         returned: p.bytes if p.returns_to(device_of(problem)) else 0,
         **({updated: p.numel} if updated is not None else {}),
-        **(_blocking(problem, p, away, copied) if states is Quantity.STATES else {}),
+        **(_blocking(problem, p) if states is Quantity.STATES else {}),
         **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
         **handover_adds(problem, *_handed_over(problem, p)),
     }
@@ -67,14 +67,14 @@ def _handed_over(problem: Problem, p: ParameterPlan) -> tuple[int, int]:
     return forward, backward + (p.trainable and hands_gradient_over(p, device_of(problem)))
 
 
-def _blocking(problem: Problem, p: ParameterPlan, away: bool, copied: bool) -> dict[Quantity, float]:
+def _blocking(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     """What a parameter for whose update compute waits adds beside the traffic."""
-    if p.name not in problem.ends.blocking_s or p.in_memory_of(device_of(problem)):
+    if p.name not in problem.ends.blocking or p.in_memory_of(device_of(problem)):
         return {}
     return {
-        Quantity.BLOCKING_STATES: STATE_BYTES * p.numel if away else 0,
-        Quantity.BLOCKING_COPIED: p.bytes if copied else 0,
-        Quantity.BLOCKING_HIDDEN_S: problem.ends.blocking_s[p.name],
+        Quantity.BLOCKING_READ: states_read_bytes([p]),
+        Quantity.BLOCKING_WRITTEN: blocking_written_bytes([p], problem.ends, problem.windows),
+        Quantity.BLOCKING_HIDDEN_S: problem.ends.blocking[p.name].hidden_s,
     }
 
 
@@ -153,8 +153,8 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
         late_adam_parameters=of(Quantity.LATE_UPDATED),
         first_gradient_s=problem.ends.first_gradient_s,
-        blocking_read_bytes=of(Quantity.BLOCKING_STATES),
-        blocking_write_bytes=of(Quantity.BLOCKING_STATES) + of(Quantity.BLOCKING_COPIED),
+        blocking_read_bytes=of(Quantity.BLOCKING_READ),
+        blocking_write_bytes=of(Quantity.BLOCKING_WRITTEN),
         blocking_hidden_s=total.get(Quantity.BLOCKING_HIDDEN_S, 0.0),
         next_held_nvme_bytes=of(Quantity.NEXT_HELD_NVME),
         next_state_read_bytes=of(Quantity.NEXT_STATES),
@@ -276,10 +276,10 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
         beside = {
             **compute.per,
             q.BLOCKING_HIDDEN_S: -1.0,
-            q.BLOCKING_STATES: -2 * served_s - adam_s_of_byte,
-            q.BLOCKING_COPIED: -served_s,
+            q.BLOCKING_READ: -served_s - adam_s_of_byte,
+            q.BLOCKING_WRITTEN: -served_s,
         }
-        backward += _ssd(hw, (q.BLOCKING_STATES,), (q.BLOCKING_STATES, q.BLOCKING_COPIED), compute.seconds, beside)
+        backward += _ssd(hw, (q.BLOCKING_READ,), (q.BLOCKING_WRITTEN,), compute.seconds, beside)
         first_s = problem.ends.first_gradient_s
         backward += _ssd(hw, (q.STATES,), (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME), first_s)
         after += _ssd(hw, (q.LATE_STATES, q.LATE_HELD_NVME), (q.LATE_STATES, q.LATE_COPIED))

@@ -5,31 +5,34 @@ states of all from k on. As long as states that move are spread evenly over the 
 bounds are greatest at either end: at the first gradient, if the drives are slower than compute, and where next to nothing
 is left to compute, if they are not. There stands, in a language model, its (tied) embedding, often the largest
 parameter. The forward's beginning mirrors that: what it fetches first must be updated before anything runs.
-A gradient that fills the window stops compute before the next one, until it is updated: often that of a head.
+A gradient that fills the window stops compute before the next one, until it is updated: often that of a head. Updated
+is what Adam has been over: what the optimizer's buffers hold then is written while compute goes on, unless gradients that
+fill the window come one after the other, and the next ones' updates need the buffers.
 Only what stands in the first or last ``NEGLIGIBLE`` share of a half's own seconds counts (recomputation is the plan's),
 and bounds made with it are exact within that share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
 from lohan_fx.meta import Cost, Lane
 from lohan_fx.passes.annotate import at_hint, storage_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.plan import Ends
+from lohan_fx.plan import Blocking, Ends, Windows
 
 NEGLIGIBLE = 0.01
 
 NodeSeconds = Callable[[Cost], float]
 
 
-def step_ends(halves: Halves, node_seconds: NodeSeconds, window_bytes: int) -> Ends:
-    """Those of rewritten ``halves``; ``window_bytes``: of gradients that wait for their updates. The graphs are unchanged."""
+def step_ends(halves: Halves, node_seconds: NodeSeconds, windows: Windows) -> Ends:
+    """Those of rewritten ``halves``, whose gradients wait for their updates in ``windows``. The graphs are unchanged."""
     forward, backward = halves.forward, halves.backward
     if backward is None:
         return Ends()
@@ -40,25 +43,41 @@ def step_ends(halves: Halves, node_seconds: NodeSeconds, window_bytes: int) -> E
         frozenset(meta.origin(n) or "" for n in fetches),
         frozenset(meta.origin(n) or "" for n in offers),
         _first_gradient_s(backward, node_seconds),
-        _blocking_s(backward, node_seconds, window_bytes),
+        _blocking(backward, node_seconds, windows),
     )
 
 
-def _blocking_s(backward: GraphModule, node_seconds: NodeSeconds, window_bytes: int) -> dict[str, float]:
-    """Parameter -> seconds to the next gradient, where its own and that do not fit the window together."""
-    found: dict[str, float] = {}
-    before, before_bytes, passed_s = "", 0, 0.0
+def _blocking(backward: GraphModule, node_seconds: NodeSeconds, windows: Windows) -> dict[str, Blocking]:
+    """Parameters whose gradients do not fit the window together with the next one."""
+    found: dict[str, Blocking] = {}
+    for run in _blocking_runs(backward, node_seconds, windows.gradient_bytes):
+        after = 0
+        for name, numel, hidden_s in reversed(run):
+            found[name] = Blocking(hidden_s, after)
+            after += -(-numel // windows.chunk_elements) * windows.chunk_elements
+    return found
+
+
+def _blocking_runs(
+    backward: GraphModule, node_seconds: NodeSeconds, window_bytes: int
+) -> Iterator[list[tuple[str, int, float]]]:
+    """Those that come one after the other, each with its elements and the seconds to the next gradient."""
+    run: list[tuple[str, int, float]] = []
+    before: Node | None = None
+    passed_s = 0.0
     for node in backward.graph.nodes:
         passed_s += node_seconds(meta.cost(node)) if _computes(node) else 0.0
-        if node.op != "call_function" or node.target is not ops.OFFLOAD_GRAD:
-            continue
-        nbytes = _gradient_bytes(node)
-        if before and before_bytes + nbytes > window_bytes:
-            found[before] = passed_s
         # What is small against the window neither fills it nor waits for room.
-        if nbytes > NEGLIGIBLE * window_bytes:
-            before, before_bytes, passed_s = meta.origin(node) or "", nbytes, 0.0
-    return found
+        if node.target is not ops.OFFLOAD_GRAD or _gradient_bytes(node) <= NEGLIGIBLE * window_bytes:
+            continue
+        if before is not None and _gradient_bytes(before) + _gradient_bytes(node) > window_bytes:
+            run.append((meta.origin(before) or "", _gradient_numel(before), passed_s))
+        elif run:
+            yield run
+            run = []
+        before, passed_s = node, 0.0
+    if run:
+        yield run
 
 
 def _first_gradient_s(backward: GraphModule, node_seconds: NodeSeconds) -> float:
@@ -74,9 +93,19 @@ def _first_gradient_s(backward: GraphModule, node_seconds: NodeSeconds) -> float
 
 
 def _gradient_bytes(offer: Node) -> int:
+    return at_hint(storage_bytes(_gradient(offer)))
+
+
+def _gradient_numel(offer: Node) -> int:
+    return at_hint(_gradient(offer).numel())
+
+
+def _gradient(offer: Node) -> Tensor:
     gradient = offer.args[0]
     assert isinstance(gradient, Node)
-    return at_hint(storage_bytes(meta.value(gradient)))
+    found = meta.value(gradient)
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _within(gm: GraphModule, nodes: Iterable[Node], op: Callable[..., Any], node_seconds: NodeSeconds) -> list[Node]:

@@ -18,7 +18,7 @@ from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import is_updated_here
 from lohan_fx.passes.step_ends import step_ends
-from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Swap, Tier
+from lohan_fx.plan import Ends, OptimizerTiming, ParameterPlan, Plan, Swap, Tier, Windows
 
 PAGE_BYTES = 4096
 """What O_DIRECT moves at least (``runtime.host_pool``)."""
@@ -38,14 +38,14 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
     )
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
-    ends = step_ends(halves, node_seconds, plan.windows.gradient_bytes)
+    ends = step_ends(halves, node_seconds, plan.windows)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
     elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
     early, late, next_ = (
         [p for p in elsewhere if p.runs_beside(ends, plan.device) is timing]
         for timing in (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
     )
-    blocking = [p for p in early if p.name in ends.blocking_s and not p.in_memory_of(plan.device)]
+    blocking = [p for p in early if p.name in ends.blocking and not p.in_memory_of(plan.device)]
     return Work(
         forward_s=computed + handed_over * handover_s,
         backward_s=back + handed_back * handover_s + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
@@ -66,8 +66,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         late_adam_parameters=sum(p.numel for p in late),
         first_gradient_s=ends.first_gradient_s,
         blocking_read_bytes=states_read_bytes(blocking),
-        blocking_write_bytes=states_written_bytes(blocking),
-        blocking_hidden_s=sum(ends.blocking_s[p.name] for p in blocking),
+        blocking_write_bytes=blocking_written_bytes(blocking, ends, plan.windows),
+        blocking_hidden_s=sum(ends.blocking[p.name].hidden_s for p in blocking),
         next_held_nvme_bytes=held_nvme_bytes(next_),
         next_state_read_bytes=states_read_bytes(next_),
         next_state_write_bytes=states_written_bytes(next_),
@@ -209,6 +209,11 @@ def states_read_bytes(updated: list[ParameterPlan]) -> int:
 def states_written_bytes(updated: list[ParameterPlan]) -> int:
     """Bytes that the updates of ``updated`` write to NVMe: states, and copies that the next forward streams."""
     return states_read_bytes(updated) + sum(_streamed_back(p) for p in updated)
+
+
+def blocking_written_bytes(updated: list[ParameterPlan], ends: Ends, windows: Windows) -> int:
+    """Of ``states_written_bytes``, what must be on NVMe before compute goes on."""
+    return sum(round(ends.blocking[p.name].written(p.numel, windows) * states_written_bytes([p])) for p in updated)
 
 
 def _streamed_back(parameter: ParameterPlan) -> int:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from lohan_fx import cost
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
-from lohan_fx.passes.traffic import held_nvme_bytes, returned_bytes, states_read_bytes, states_written_bytes
+from lohan_fx.passes.traffic import (
+    blocking_written_bytes,
+    held_nvme_bytes,
+    returned_bytes,
+    states_read_bytes,
+    states_written_bytes,
+)
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
 from lohan_fx.problem import Problem
@@ -51,7 +57,7 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
     from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
     to_nvme = _bytes(plan.activations, Swap(Tier.NVME))
-    blocking = [p for p in early if p.name in problem.ends.blocking_s and not p.in_memory_of(plan.device)]
+    blocking = [p for p in early if p.name in problem.ends.blocking and not p.in_memory_of(plan.device)]
     handed_over_s, handed_back_s = handover_seconds(problem, plan)
     return cost.Work(
         forward_s=problem.forward_s + handed_over_s,
@@ -73,8 +79,8 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         late_adam_parameters=sum(p.numel for p in late),
         first_gradient_s=problem.ends.first_gradient_s,
         blocking_read_bytes=states_read_bytes(blocking),
-        blocking_write_bytes=states_written_bytes(blocking),
-        blocking_hidden_s=sum(problem.ends.blocking_s[p.name] for p in blocking),
+        blocking_write_bytes=blocking_written_bytes(blocking, problem.ends, plan.windows),
+        blocking_hidden_s=sum(problem.ends.blocking[p.name].hidden_s for p in blocking),
         next_held_nvme_bytes=held_nvme_bytes(next_),
         next_state_read_bytes=states_read_bytes(next_),
         next_state_write_bytes=states_written_bytes(next_),

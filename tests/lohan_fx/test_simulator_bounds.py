@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lohan_fx import cost, simulate
@@ -75,6 +76,7 @@ rates = st.floats(1e3, 1e6)
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @given(h2d=rates, d2h=rates, adam=rates, read=rates, write=rates, memory=rates, node_s=st.floats(1e-4, 1.0))
+@example(h2d=1e6, d2h=1e6, adam=283727.0, read=16516.0, write=1e3, memory=10215.0, node_s=1.0)
 @settings(max_examples=15, deadline=None)
 def test_never_below_the_formula(
     device: str, h2d: float, d2h: float, adam: float, read: float, write: float, memory: float, node_s: float
@@ -115,10 +117,10 @@ def test_never_below_the_formula(
 
 @functools.cache
 def examples(device: str) -> list[tuple[Halves, Plan]]:
-    """A transformer with its activations treated in each way."""
+    """A transformer with its activations treated in each way, with buffers for the writes of four updates and of two."""
     found, made = captured("dropout"), []
-    for decision in DECISIONS:
-        given = windows(io_buffers=4, optimizer_buffers=4, gradient_bytes=PAGE)
+    for decision, buffers in itertools.product(DECISIONS, (4, 2)):
+        given = windows(io_buffers=4, optimizer_buffers=buffers, gradient_bytes=PAGE)
         plan = dataclasses.replace(plan_for(found, decision, windows=given), device=device)
         made.append((rewrite(found, plan), plan))
     return made

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 
 from lohan_fx import meta
 from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.step_ends import step_ends
-from lohan_fx.plan import Decision, Ends, Keep, Recompute, Swap, Tier
-from tests.passes.graphs import captured, flops_as_seconds, plan_for, rewrite
+from lohan_fx.plan import Blocking, Decision, Ends, Keep, Recompute, Swap, Tier
+from tests.passes.graphs import WINDOWS, captured, flops_as_seconds, plan_for, rewrite
 
-ROOMY = 1 << 40
+ROOMY = replace(WINDOWS, gradient_bytes=1 << 40)
 
 
 @pytest.mark.parametrize(("name", "early"), [("transformer", True), ("tied", False)])
@@ -53,7 +56,19 @@ def test_a_gradient_that_fills_the_window_stops_compute_before_the_next() -> Non
     found = captured("two-layers")
     halves = rewrite(found, plan_for(found, Keep()))
     mm = 2 * 3 * 4 * 8 + 1.0
-    between = {"second.weight": 1 + mm + 1, "first.bias": 0.0}
-    assert step_ends(halves, flops_as_seconds, 288).blocking_s == {}
-    assert step_ends(halves, flops_as_seconds, 150).blocking_s == pytest.approx(between)
-    assert step_ends(halves, flops_as_seconds, 0).blocking_s == pytest.approx(between)
+    between = {"second.weight": Blocking(1 + mm + 1, 4096), "first.bias": Blocking(0.0, 0)}
+
+    def blocking(gradient_bytes: int) -> Mapping[str, Blocking]:
+        windows = replace(WINDOWS, gradient_bytes=gradient_bytes)
+        return step_ends(halves, flops_as_seconds, windows).blocking
+
+    assert blocking(288) == {}
+    assert blocking(150) == blocking(0) == between
+
+
+def test_what_the_optimizers_buffers_hold_is_written_while_compute_goes_on() -> None:
+    """Two buffers: a small gradient is one chunk, and of the one before it another is still to be written."""
+    windows = replace(WINDOWS, optimizer_buffers=2, chunk_elements=4096)
+    assert Blocking(0.0, 0).written(16, windows) == 0.0
+    assert Blocking(0.0, 4096).written(3 * 4096, windows) == pytest.approx(2 / 3)
+    assert Blocking(0.0, 4 * 4096).written(3 * 4096, windows) == 1.0
