@@ -114,7 +114,7 @@ def compile(
     budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes)
     check_largest(facts, budgets.device_memory_bytes)
     request = Request(
-        hw=hw,
+        hw=hw.at_requests(windows.io_bytes),
         policy=policy,
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(compute_dtype),

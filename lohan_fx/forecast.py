@@ -174,7 +174,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
     host = asked.host_memory_bytes or most
     windows = choose_windows(host, capture.facts, shared=hw.device == "cpu")
     return Request(
-        hw=hw,
+        hw=hw.at_requests(windows.io_bytes),
         policy=asked.policy,
         compute_dtype=str(asked.compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(asked.compute_dtype),

@@ -10,10 +10,10 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
 import torch
 
@@ -199,6 +199,26 @@ class HardwareProfile:
             known = ", ".join(f"torch.{name}" for name in self.matmul_flops_per_s)
             raise ValueError(f"no matmul rate for {dtype} in the hardware profile {self.name!r}: it has {known}")
         return self.matmul_flops_per_s[key]
+
+    def at_requests(self, nbytes: int) -> Self:
+        """The same machine with its drives' rates for reads and writes of ``nbytes``: those of the measured size that is
+        nearest by ratio; as they are where none was measured."""
+
+        def distance(rate: RequestRate) -> float:
+            return abs(math.log(rate.request_bytes / nbytes))
+
+        drives = []
+        for drive in self.nvme:
+            rate: RequestRate | NvmeProfile = min(drive.by_request, key=distance, default=None) or drive
+            drives.append(
+                replace(
+                    drive,
+                    read_bytes_per_s=rate.read_bytes_per_s,
+                    write_bytes_per_s=rate.write_bytes_per_s,
+                    mixed_bytes_per_s=rate.mixed_bytes_per_s,
+                )
+            )
+        return replace(self, nvme=tuple(drives))
 
     @property
     def ssd_read_bytes_per_s(self) -> float:

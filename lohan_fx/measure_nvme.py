@@ -35,7 +35,9 @@ from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.huge_pages import map_memory
 from lohan_fx.runtime.machine import SSD_THREADS
 
-REQUEST_BYTES = (256 * 2**10, 2**20, 4 * 2**20, 8 * 2**20)
+SHARES = {256 * 2**10: 1, 2**20: 2, 4 * 2**20: 4, 8 * 2**20: 4}
+"""Bytes of a request -> what part of the time it is measured for: most for the sizes that most plans use."""
+REQUEST_BYTES = tuple(SHARES)
 USUAL_BYTES = 4 * 2**20
 """Of the runtime's requests (``budgets.choose_windows``)."""
 
@@ -44,7 +46,7 @@ _MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is
 _THREADS = SSD_THREADS
 _STALL_S = 60.0
 _FILL_SHARE = 0.16
-_ROUNDS = 3
+_ROUNDS = 4  # a drive's speed drifts from one second to the next
 STEPS = 1 + _ROUNDS  # calls of `announce`
 
 T = TypeVar("T")
@@ -100,7 +102,7 @@ def measure_drives(
     """
     if not directories:
         return ()
-    each = seconds * (1 - _FILL_SHARE) / (_ROUNDS * len(REQUEST_BYTES) * len(_Access))
+    share_s = seconds * (1 - _FILL_SHARE) / (_ROUNDS * sum(SHARES.values()) * len(_Access))
     samples: dict[tuple[int, _Access], list[list[float]]] = defaultdict(list)
     with contextlib.ExitStack() as files:
         drives = [files.enter_context(_open_drive(directory)) for directory in directories]
@@ -110,7 +112,8 @@ def measure_drives(
         for number in range(1, _ROUNDS + 1):
             announce(f"drives: round {number} of {_ROUNDS}")
             for request_bytes, access in itertools.product(REQUEST_BYTES, _Access):
-                samples[request_bytes, access].append(_load(drives, sizes, access, request_bytes, each))
+                each_s = share_s * SHARES[request_bytes]
+                samples[request_bytes, access].append(_load(drives, sizes, access, request_bytes, each_s))
     by_request = []
     for request_bytes in REQUEST_BYTES:
         columns = [map(statistics.median, zip(*samples[request_bytes, access], strict=True)) for access in _Access]

@@ -25,13 +25,18 @@ from lohan_fx.meta import Lane
 from lohan_fx.passes.annotate import at_hint
 from lohan_fx.passes.assign_buffers import into, is_assignable
 
-RUNS = (3, 9)
-"""An op runs at least and at most so often."""
+FIRST_RUNS = 3
+ROUNDS = 5
+"""Over all ops: a machine's speed drifts within a second, and the seconds of an op should not be those of one moment."""
+ROUND_S = 1.0
+"""Of each round after the first, divided by what the ops add to the graph."""
+MOST_RUNS = 9
+"""Of an op in a round."""
+NEGLIGIBLE = 0.002
+"""Share of the graph's seconds below which an op's first runs are enough."""
 HICCUP = 3.0
 """A run counts for at most so many times the median one. Otherwise the mean counts, since that is what a sum of many nodes
 is made of: whatever disturbs an op here disturbs it in training, too (docs/0012)."""
-SECONDS_PER_OP = 0.02
-"""Between the two: until it has run for so long."""
 COLD_BYTES = 32 << 20
 """Before each run so many other bytes are touched, as in a graph, where an op finds its inputs in memory."""
 
@@ -42,13 +47,38 @@ _measured: dict[Signature, float] = {}
 
 def time_ops(gm: GraphModule, device: torch.device) -> None:
     """Note on the compute nodes of ``gm`` their seconds on ``device``; ``annotate`` must have run."""
-    nodes = [n for n in gm.graph.nodes if _is_timed(n)]
+    alike: dict[Signature, list[Node]] = {}
+    for node in (n for n in gm.graph.nodes if _is_timed(n, device)):
+        alike.setdefault((str(device), torch.get_num_threads(), *signature_of(node)), []).append(node)
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=_cuda(device)):
+        _measured.update(_in_rounds({s: nodes for s, nodes in alike.items() if s not in _measured}, device))
+    for signature, nodes in alike.items():
         for node in nodes:
-            signature = (str(device), torch.get_num_threads(), *signature_of(node))
-            if signature not in _measured:
-                _measured[signature] = _seconds(node, device)
             meta.set_cost(node, dataclasses.replace(meta.cost(node), measured_s=_measured[signature]))
+
+
+def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict[Signature, float]:
+    """The mean seconds of each op: of a few runs of all, and then of as many more as the graph's sum depends on."""
+    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
+
+    def runs_s(node: Node, runs: int) -> list[float]:
+        run, found = _runner(node, device), []
+        for number in range(runs):
+            cold.fill_(number % 2)
+            found.append(timed(run, device))
+        return found
+
+    # The very first run of an op warms it up.
+    found = {signature: runs_s(nodes[0], 1 + FIRST_RUNS)[1:] for signature, nodes in alike.items()}
+    adds_s = {signature: len(nodes) * statistics.fmean(found[signature]) for signature, nodes in alike.items()}
+    total_s = sum(adds_s.values())
+    for _ in range(ROUNDS - 1):
+        for signature, nodes in alike.items():
+            share = adds_s[signature] / total_s
+            if share > NEGLIGIBLE:
+                runs = round(ROUND_S * share * len(nodes) / adds_s[signature])
+                found[signature] += runs_s(nodes[0], min(max(runs, 1), MOST_RUNS))
+    return {signature: _mean_s(seconds) for signature, seconds in found.items()}
 
 
 def forget() -> None:
@@ -56,11 +86,12 @@ def forget() -> None:
     _measured.clear()
 
 
-def _is_timed(node: Node) -> bool:
+def _is_timed(node: Node, device: torch.device) -> bool:
+    """On a GPU views take nothing: the thread that makes them is ahead of it."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     found = meta.cost(node)
-    return found.lane is Lane.COMPUTE and not found.is_view
+    return found.lane is Lane.COMPUTE and not (found.is_view and device.type == "cuda")
 
 
 def signature_of(node: Node) -> Signature:
@@ -83,12 +114,14 @@ def _described(value: object) -> object:
     return at_hint(value) if isinstance(value, torch.SymInt) else value
 
 
-def _seconds(node: Node, device: torch.device) -> float:
+def _runner(node: Node, device: torch.device) -> Callable[[], object]:
+    """``node``'s op on tensors made for it."""
     made: dict[Node, object] = {}
+    is_read = not meta.cost(node).is_view
 
     def real(source: Node) -> Any:
         if source not in made:
-            made[source] = _real(meta.value(source), device)
+            made[source] = _real(meta.value(source), device, filled=is_read)
         return made[source]
 
     args, kwargs = _mapped(node, real)
@@ -96,19 +129,19 @@ def _seconds(node: Node, device: torch.device) -> float:
     op: Any = node.target
     if is_assignable(node):  # else what is timed of a large value is the kernel clearing its pages
         op, args, kwargs = into(op, args, kwargs, _real(meta.value(node), device))
-    return _mean_seconds(lambda: op(*args, **kwargs), device)
+    return lambda: op(*args, **kwargs)
 
 
-def _real(value: object, device: torch.device) -> object:
+def _real(value: object, device: torch.device, *, filled: bool = True) -> object:
     """A tensor like the traced one; its values do not matter, but denormal or foreign ones might slow kernels down."""
     if isinstance(value, torch.Tensor):
         sizes = [at_hint(size) for size in value.shape]
         strides = [at_hint(step) for step in value.stride()]
         where = value.device if value.device.type == "cpu" else device
         made = torch.empty_strided(sizes, strides, dtype=value.dtype, device=where)
-        return made.fill_(0.5 if value.dtype.is_floating_point else 0)
+        return made.fill_(0.5 if value.dtype.is_floating_point else 0) if filled else made
     if isinstance(value, tuple | list):
-        return tuple(_real(item, device) for item in value)
+        return tuple(_real(item, device, filled=filled) for item in value)
     return value
 
 
@@ -123,16 +156,9 @@ def _numbers(args: Any) -> Any:
     return args
 
 
-def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:
-    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
-    timed(run, device)
-    found: list[float] = []
-    least, most = RUNS
-    while len(found) < least or (len(found) < most and sum(found) < SECONDS_PER_OP):
-        cold.fill_(len(found) % 2)
-        found.append(timed(run, device))
-    most_s = HICCUP * statistics.median(found)
-    return statistics.fmean(min(seconds, most_s) for seconds in found)
+def _mean_s(seconds: list[float]) -> float:
+    most_s = HICCUP * statistics.median(seconds)
+    return statistics.fmean(min(each, most_s) for each in seconds)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_times, "_measured", {})
-    monkeypatch.setattr(op_times, "RUNS", (1, 1))
+    monkeypatch.setattr(op_times, "FIRST_RUNS", 1)
+    monkeypatch.setattr(op_times, "ROUNDS", 2)
     monkeypatch.setattr(op_times, "COLD_BYTES", 4096)
 
 
@@ -35,7 +36,7 @@ def test_every_op_that_computes_gets_seconds_and_no_other_node(name: str) -> Non
     for node in joint.graph.nodes:
         found = meta.cost(node)
         is_op = isinstance(node.target, torch._ops.OpOverload)
-        computes = is_op and found.lane is Lane.COMPUTE and not found.is_view
+        computes = is_op and found.lane is Lane.COMPUTE
         assert (found.measured_s is not None) == computes, node.format_node()
         assert found.measured_s is None or found.measured_s > 0
 
@@ -62,10 +63,21 @@ def test_random_ops_that_are_measured_leave_the_generator_alone() -> None:
 def test_the_mean_run_counts_and_a_hiccup_for_three(
     took: tuple[float, ...], mean_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = iter((9.0, *took))  # the first warms up
-    monkeypatch.setattr(op_times, "RUNS", (3, 3))
-    monkeypatch.setattr(op_times, "timed", lambda run, device: next(seconds))
-    assert op_times._mean_seconds(lambda: None, CPU) == mean_s
+    assert op_times._mean_s(list(took)) == mean_s
+
+
+def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_times, "FIRST_RUNS", 2)
+    monkeypatch.setattr(op_times, "ROUNDS", 3)
+    monkeypatch.setattr(op_times, "ROUND_S", 4.0)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    large, small = (graph.call_function(op, (x,)) for op in (torch.ops.aten.sin.default, torch.ops.aten.cos.default))
+    took = {large: iter((9.0, 1.0, 3.0, *8 * [2.0])), small: iter((9.0, 1e-3, 1e-3))}
+    monkeypatch.setattr(op_times, "_runner", lambda node, device: node)
+    monkeypatch.setattr(op_times, "timed", lambda node, device: next(took[node]))
+    assert op_times._in_rounds({("large",): [large], ("small",): [small]}, CPU) == {("large",): 2.0, ("small",): 1e-3}
+    assert len(list(took[large])) == 8 - 2 * 2  # two rounds of four seconds each
 
 
 def test_a_strided_input_is_another_op() -> None:
