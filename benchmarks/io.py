@@ -5,7 +5,7 @@
 Ours: ``NvmeStore`` with the ssd lane's threads and a chunk's requests as the optimizer makes them. fio's: O_DIRECT, the
 best of several engines, block sizes, depths and pages (huge ones need ``sysctl vm.nr_hugepages=64``), found first; the
 mixed one reads and writes in the optimizer's shares.
-Over one directory and over two; ours also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all
+Over one directory and over two, with both sizes of chunks that plans have; ours also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all
 three, over one directory. Needs ``fio`` on the PATH.
 """
 
@@ -35,23 +35,17 @@ from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 LEAST_RATIO = 0.95
-CHUNK = 1 << 20
-"""Elements of an optimizer chunk."""
+CHUNKS = (1 << 20, 2 << 20)
+"""Elements of an optimizer chunk: the usual ones, and those of large promises on a CPU (docs/0030)."""
 FILE_BYTES = 1 << 30
 KINDS = ("read", "write", "mixed")
 Move = tuple[str, int]
-"""(read or write, bytes)."""
+"""(read or write, bytes per element of the chunk)."""
 MOVES: dict[str, list[Move]] = {
-    "read": [("read", 4 * CHUNK)],
-    "write": [("write", 4 * CHUNK)],
+    "read": [("read", 4)],
+    "write": [("write", 4)],
     # Master and moments in; master, moments and the bf16 copy out.
-    "mixed": [
-        ("read", 4 * CHUNK),
-        ("read", 8 * CHUNK),
-        ("write", 4 * CHUNK),
-        ("write", 8 * CHUNK),
-        ("write", 2 * CHUNK),
-    ],
+    "mixed": [("read", 4), ("read", 8), ("write", 4), ("write", 8), ("write", 2)],
 }
 MIXED_READ_PERCENT = 46
 """12 of 26 bytes."""
@@ -65,9 +59,10 @@ class Rate:
     cpu_s_per_gb: float
 
 
-def ours(kind: str, directories: Sequence[Path], seconds: float, *, huge: bool = True) -> Rate:
+def ours(kind: str, chunk: int, directories: Sequence[Path], seconds: float, *, huge: bool = True) -> Rate:
     """The store at work for so long, with buffers on huge pages as the runtime's are, or on small ones."""
-    largest = max(nbytes for _, nbytes in MOVES[kind])
+    moves = [(how, each * chunk) for how, each in MOVES[kind]]
+    largest = max(nbytes for _, nbytes in moves)
     with (
         NvmeStore(directories) as store,
         HostPool({"io": Reservation(SSD_THREADS, largest)}) as pool,
@@ -88,7 +83,7 @@ def ours(kind: str, directories: Sequence[Path], seconds: float, *, huge: bool =
 
         before, cpu_s, begin_s = store.bytes_read + store.bytes_written, _cpu_s(), time.perf_counter()
         waiting: list[Any] = []
-        for how, offset, nbytes in _places(MOVES[kind]):
+        for how, offset, nbytes in _places(moves):
             if time.perf_counter() - begin_s > seconds:
                 break
             waiting.append(lane.submit(functools.partial(move, how, offset, nbytes)))
@@ -139,7 +134,8 @@ SETTINGS = [
     (*setting, memory)
     for memory in ("malloc", "mmaphuge")
     for setting in (
-        ("psync", "4m", 3, 1), ("psync", "1m", 4, 1), ("libaio", "1m", 1, 8), ("libaio", "4m", 1, 4), ("io_uring", "1m", 1, 8)
+        ("psync", "8m", 3, 1), ("psync", "4m", 3, 1), ("psync", "1m", 4, 1), ("libaio", "1m", 1, 8), ("libaio", "4m", 1, 4),
+        ("io_uring", "1m", 1, 8),
     )
 ]  # fmt: skip
 
@@ -157,11 +153,11 @@ def best_of_fio(kind: str, directories: Sequence[Path], seconds: float) -> Calla
     return lambda: fio(kind, directories, seconds, *chosen)
 
 
-def compared(kind: str, directories: Sequence[Path], args: argparse.Namespace) -> dict[str, float]:
+def compared(kind: str, chunk: int, directories: Sequence[Path], args: argparse.Namespace) -> dict[str, float]:
     """Medians over alternating rounds."""
-    reference = best_of_fio(kind, directories, args.seconds)
+    reference, run = best_of_fio(kind, directories, args.seconds), functools.partial(ours, kind, chunk, directories)
     rounds = [
-        (ours(kind, directories, args.seconds), reference(), ours(kind, directories, args.seconds, huge=False))
+        (run(args.seconds), reference(), run(args.seconds, huge=False))
         for _ in range(args.rounds)
     ]
     return {
@@ -188,23 +184,36 @@ def main() -> None:
     if shutil.disk_usage(args.nvme).free < 4 * FILE_BYTES:
         parser.error(f"{args.nvme} has too little free space: {4 * FILE_BYTES:,} bytes are needed")
     try:
-        found = {(kind, count): compared(kind, directories[:count], args) for count in (1, 2) for kind in KINDS}
+        found = {
+            (kind, count, chunk): compared(kind, chunk, directories[:count], args)
+            for count, chunk in itertools.product((1, 2), CHUNKS)
+            for kind in KINDS
+        }
     finally:
         for directory in directories:
             shutil.rmtree(directory)
-    ratios = {f"{kind}_ratio": found[kind, 1]["ratio"] for kind in KINDS}
+    ratios = {
+        f"{'' if chunk == CHUNKS[0] else 'large_'}{kind}_ratio": found[kind, 1, chunk]["ratio"]
+        for chunk, kind in itertools.product(CHUNKS, KINDS)
+    }
     finish(
         "io",
         [
             (
-                f"{kind}, {count} director{'y' if count == 1 else 'ies'}",
+                f"{kind}, {count} director{'y' if count == 1 else 'ies'}, chunks of {chunk:,}",
                 f"{row['bytes_per_s'] / 1e9:.2f} GB/s, fio {row['fio_bytes_per_s'] / 1e9:.2f}: {row['ratio']:.2f}x; "
                 f"processor {row['cpu_s_per_gb']:.3f} s/GB, fio {row['fio_cpu_s_per_gb']:.3f}; on small pages "
                 f"{row['small_pages_bytes_per_s'] / 1e9:.2f} GB/s, {row['small_pages_cpu_s_per_gb']:.3f} s/GB",
             )
-            for (kind, count), row in found.items()
+            for (kind, count, chunk), row in found.items()
         ],
-        {**ratios, "rows": [{"kind": kind, "directories": count, **row} for (kind, count), row in found.items()]},
+        {
+            **ratios,
+            "rows": [
+                {"kind": kind, "directories": count, "chunk_elements": chunk, **row}
+                for (kind, count, chunk), row in found.items()
+            ],
+        },
         [f"{name} {ratio:.3f}, at least {LEAST_RATIO} wanted" for name, ratio in ratios.items() if ratio < LEAST_RATIO],
         save=args.save,
     )

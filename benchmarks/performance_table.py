@@ -19,7 +19,10 @@ TRIED = Path(__file__).parent / "tried.md"
 
 def _io(found: Figures) -> str:
     pairs = (("read", "read_ratio"), ("write", "write_ratio"), ("mixed", "mixed_ratio"))
-    return ", ".join(f"{name} {number(found.get(key))}x" for name, key in pairs)
+    usual, large = (
+        ", ".join(f"{name} {number(found.get(prefix + key))}x" for name, key in pairs) for prefix in ("", "large_")
+    )
+    return f"{usual}; with chunks twice as large (docs/0030): {large}"
 
 
 def _adam(found: Figures) -> str:

@@ -163,3 +163,15 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(preset.is_this_machine() for preset in PRESETS.values())
     monkeypatch.setattr(machine, "cpu_cores", lambda: 3)
     assert not here.is_this_machine()
+
+
+def test_drives_at_requests_have_the_rates_of_the_nearest_measured_size() -> None:
+    large = RequestRate(request_bytes=2**23, read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9)
+    measured, unmeasured = replace(DRIVE, by_request=(REQUEST, large)), replace(DRIVE, by_request=())
+    profile = replace(PROFILE, nvme=(measured, unmeasured))
+    for nbytes, nearest in ((1, REQUEST), (2**21, REQUEST), (2**22, large), (2**24, large)):
+        found = profile.at_requests(nbytes)
+        rates = (found.nvme[0].read_bytes_per_s, found.nvme[0].write_bytes_per_s, found.nvme[0].mixed_bytes_per_s)
+        assert rates == (nearest.read_bytes_per_s, nearest.write_bytes_per_s, nearest.mixed_bytes_per_s)
+        assert found.nvme[1] == unmeasured
+        assert found.ssd_read_bytes_per_s == nearest.read_bytes_per_s + unmeasured.read_bytes_per_s
