@@ -4,8 +4,8 @@
 
 Ours: ``NvmeStore`` with the ssd lane's threads and a chunk's requests as the optimizer makes them. fio's: O_DIRECT, the
 best of several engines, block sizes, depths and pages (huge ones need ``sysctl vm.nr_hugepages=64``), found first; the
-mixed one reads and writes in the optimizer's shares.
-Over one directory and over two, with both sizes of chunks that plans have; ours also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all
+mixed one reads and writes in the optimizer's shares. Over one directory and over two, with both sizes of chunks that plans
+have; ours also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all
 three, over one directory. Needs ``fio`` on the PATH.
 """
 
@@ -156,10 +156,7 @@ def best_of_fio(kind: str, directories: Sequence[Path], seconds: float) -> Calla
 def compared(kind: str, chunk: int, directories: Sequence[Path], args: argparse.Namespace) -> dict[str, float]:
     """Medians over alternating rounds."""
     reference, run = best_of_fio(kind, directories, args.seconds), functools.partial(ours, kind, chunk, directories)
-    rounds = [
-        (run(args.seconds), reference(), run(args.seconds, huge=False))
-        for _ in range(args.rounds)
-    ]
+    rounds = [(run(args.seconds), reference(), run(args.seconds, huge=False)) for _ in range(args.rounds)]
     return {
         "ratio": statistics.median(a.bytes_per_s / b.bytes_per_s for a, b, _ in rounds),
         "bytes_per_s": statistics.median(a.bytes_per_s for a, _, _ in rounds),

@@ -10,9 +10,11 @@ import dataclasses
 
 from lohan_fx.budgets import fixed_bytes, staging_bytes
 from lohan_fx.memory_model import host_bytes, resident_bytes
+from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.touched_values import touched_bytes
 from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
 
@@ -40,7 +42,21 @@ def touched_staging_bytes(plan: Plan) -> int:
 
 
 def _leaving_slowly(plan: Plan) -> Plan:
-    """``plan`` with a window for what swaps out that only drives fill: what goes to host memory has left before the next."""
-    slow = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
-    windows = dataclasses.replace(plan.windows, swap_out_bytes=min(plan.windows.swap_out_bytes, slow))
+    """``plan`` with a window for what swaps out that only drives fill: what goes to host memory has left before the next.
+    They hold back the share of it for which the forward, as it is predicted, leaves them no time, and a few at work."""
+    swapped = [a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME)]
+    at_work = SSD_THREADS * max(swapped, default=0)
+    held_back = at_work + round(sum(swapped) * _behind(plan))
+    windows = dataclasses.replace(
+        plan.windows, swap_out_bytes=min(plan.windows.swap_out_bytes, sum(swapped), held_back)
+    )
     return dataclasses.replace(plan, windows=windows)
+
+
+def _behind(plan: Plan) -> float:
+    """Share of the forward's traffic that its compute leaves the drives no time for; all of it where nothing is predicted."""
+    if plan.prediction is None:
+        return 1.0
+    lanes_s = plan.prediction.forward.lanes_s
+    drives_s = lanes_s.get(Lane.SSD, 0.0)
+    return max(0.0, 1 - lanes_s.get(Lane.COMPUTE, 0.0) / drives_s) if drives_s else 0.0

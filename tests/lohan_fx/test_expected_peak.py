@@ -10,7 +10,7 @@ from lohan_fx.budgets import choose_windows, fixed_bytes, staging_bytes
 from lohan_fx.expected_peak import added_bytes, touched_staging_bytes
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.touched_values import touched_bytes
-from lohan_fx.plan import Plan, Prediction, Stage, Tier
+from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
 
@@ -50,6 +50,29 @@ def test_what_swaps_to_ram_does_not_wait_for_a_drive() -> None:
     assert added_bytes(wide, halves) == added_bytes(narrow, halves)
     swapped = sum(a.bytes for a in planned.activations)
     assert added_bytes(planned, halves) > swapped + sum(resident_bytes(planned))
+
+
+def test_drives_hold_back_what_the_forward_leaves_them_no_time_for() -> None:
+    """Three threads are at work on an activation each, whatever is predicted."""
+    found = captured("transformer")
+    planned = plan_for(found, DECISIONS["swap-nvme"](found))
+    planned = dataclasses.replace(planned, windows=dataclasses.replace(planned.windows, swap_out_bytes=1 << 40))
+    halves = rewrite(found, planned)
+
+    def expected(drives_s: float) -> int:
+        said = Prediction(Stage({"compute": 1.0, "ssd": drives_s}), Stage({}), {}, 0, 0, 0, 0)
+        return added_bytes(dataclasses.replace(planned, prediction=said), halves)
+
+    def with_window(nbytes: int) -> int:
+        return added_bytes(
+            dataclasses.replace(planned, windows=dataclasses.replace(planned.windows, swap_out_bytes=nbytes)), halves
+        )
+
+    sizes = [a.bytes for a in planned.activations if a.decision == Swap(Tier.NVME)]
+    at_work = 3 * max(sizes)
+    assert expected(0.5) == expected(1.0) == with_window(at_work)
+    assert expected(1.25) == with_window(at_work + round(0.2 * sum(sizes)))
+    assert expected(0.5) < expected(1.25) < expected(1e9) == added_bytes(planned, halves)
 
 
 def test_beside_a_gpu_it_is_the_prediction_without_what_capture_leaves_behind() -> None:
