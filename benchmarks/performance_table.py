@@ -22,7 +22,7 @@ def _io(found: Figures) -> str:
     usual, large = (
         ", ".join(f"{name} {number(found.get(prefix + key))}x" for name, key in pairs) for prefix in ("", "large_")
     )
-    return f"{usual}; with chunks twice as large (docs/0030): {large}"
+    return f"{usual}; with chunks twice as large (docs/0030): {large}" if "large_read_ratio" in found else usual
 
 
 def _adam(found: Figures) -> str:
