@@ -18,11 +18,11 @@ TRIED = Path(__file__).parent / "tried.md"
 
 
 def _io(found: Figures) -> str:
-    pairs = (("read", "read_ratio"), ("write", "write_ratio"), ("mixed", "mixed_ratio"))
     usual, large = (
-        ", ".join(f"{name} {number(found.get(prefix + key))}x" for name, key in pairs) for prefix in ("", "large_")
+        ", ".join(f"{kind} {number(found.get(f'{size}{kind}_ratio'))}x" for kind in ("read", "write", "mixed"))
+        for size in ("", "large_")
     )
-    return f"{usual}; with chunks twice as large (docs/0030): {large}" if "large_read_ratio" in found else usual
+    return f"{usual}; with chunks twice as large (docs/0030): {large}"
 
 
 def _adam(found: Figures) -> str:

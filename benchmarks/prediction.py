@@ -39,7 +39,6 @@ from lohan_fx.predict import predict
 WITHIN, MOST, OF = 0.10, 0.20, 10 / 12
 RSS_WITHIN = 0.05
 WARM_UP = 2
-MEASURED_S = 12.0
 PACE_S = 0.4
 """For seeing how fast the processor is now."""
 
@@ -71,20 +70,14 @@ CASES = (
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile; predict and train, ``--passes`` times; prints the figures as one JSON line."""
     ours = streamed(
-        case.workload,
-        profile(args, MEASURED_S),
-        args.nvme,
-        host_memory=case.host_memory,
-        policy=case.policy,
-        revise=False,
+        case.workload, profile(args), args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False
     )
     monitor = lohan_fx.Monitor(ours.model)
     expected, passes = monitor.expected_peak_rss_bytes(), []
     for number in range(args.passes):
         hw = compiled(ours.model).request().hw
         if number:  # the peak is that of the first pass: measuring takes memory, too
-            hw = profile(args, MEASURED_S)
-            hw = hw.at_requests(compiled(ours.model).plans[-1].windows.io_bytes)
+            hw = profile(args).at_requests(ours.plan.windows.io_bytes)
             time_again(ours.model)
         passes.append(one_pass(ours, monitor, hw, args.steps, WARM_UP if number == 0 else 1))
         if number == 0:

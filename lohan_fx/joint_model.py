@@ -69,7 +69,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
         ends = (
             p.name in problem.ends.first_fetches,
             p.name in problem.ends.last_gradients,
-            problem.ends.blocking.get(p.name),
+            _blocking(problem, p),
         )
         alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name), *ends), []).append(p)
     homes = tuple(_homes(members[0], problem, hw) for members in alike.values())
@@ -93,6 +93,12 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
         names=tuple(tuple(p.name for p in members) for members in alike.values()),
         homes=homes,
     )
+
+
+def _blocking(problem: Problem, p: ParameterFacts) -> tuple[float, float] | None:
+    """What decides how long compute waits for the update of ``p``: most of a long run differ only in what follows them."""
+    found = problem.ends.blocking.get(p.name)
+    return None if found is None else (found.hidden_s, found.written(p.numel, problem.windows))
 
 
 # --- what there is to choose from -----------------------------------------------------------------------------

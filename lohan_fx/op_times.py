@@ -74,9 +74,8 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
     total_s = sum(adds_s.values())
     for _ in range(ROUNDS - 1):
         for signature, nodes in alike.items():
-            share = adds_s[signature] / total_s
-            if share > NEGLIGIBLE:
-                runs = round(ROUND_S * share * len(nodes) / adds_s[signature])
+            if adds_s[signature] > NEGLIGIBLE * total_s:
+                runs = round(ROUND_S * len(nodes) / total_s)
                 found[signature] += runs_s(nodes[0], min(max(runs, 1), MOST_RUNS))
     return {signature: _mean_s(seconds) for signature, seconds in found.items()}
 

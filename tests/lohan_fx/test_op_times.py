@@ -60,9 +60,7 @@ def test_random_ops_that_are_measured_leave_the_generator_alone() -> None:
 
 
 @pytest.mark.parametrize(("took", "mean_s"), [((5.0, 1.0, 3.0), 3.0), ((1.0, 100.0, 2.0), 3.0), ((2.0, 2.0, 2.0), 2.0)])
-def test_the_mean_run_counts_and_a_hiccup_for_three(
-    took: tuple[float, ...], mean_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_run_counts_and_a_hiccup_for_three(took: tuple[float, ...], mean_s: float) -> None:
     assert op_times._mean_s(list(took)) == mean_s
 
 
