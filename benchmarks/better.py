@@ -2,32 +2,35 @@
 
     python benchmarks/better.py [--cases 1,6 --random 20 --rounds 1] [--save]
 
-The models, batches and limits are those of ``prediction.py``, by number. Every candidate trains in a process of its own:
-the searched plan, all keep, all swap, all recompute, every policy that this runtime runs,
+The models, batches and limits are those of ``prediction.py``, by number. The candidates, one after the other in one process,
+which saves half the time: the searched plan, all keep, all swap, all recompute, every policy that this runtime runs,
 and ``--random`` random feasible plans (what is done with each activation, and which parameters and states stay in memory,
 drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
 candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
 equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
-``--finals`` alternating rounds, and these alone decide. Bar: 1.03x the best. A case takes half an hour: with ``--save``
-those that an earlier run saved, and this one did not compare, stay.
+``--finals`` alternating rounds of processes of their own, and these alone decide. Bar: 1.03x the best. With ``--save``
+the cases that an earlier run saved, and this one did not compare, stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import workload
 from prediction import CASES, Case
 from report import arguments, at_least_one, finish, profile, today, with_saved
-from workload import Streamed, streamed
+from turns import Ended, Process, answer_each
+from workload import Streamed, case_arguments, chosen, memory_bytes, streamed
 
 import lohan_fx
 from lohan_fx.errors import InfeasiblePlan
@@ -79,27 +82,27 @@ def drawn(plan: Plan, seed: int, share: float) -> Plan:
 
 def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
     """``case`` by that candidate's plan. Raises ``InfeasiblePlan``."""
-    hw, workload = HardwareProfile.load(args.hw), case.workload
+    hw = HardwareProfile.load(args.hw)
     options: dict[str, Any] = {"host_memory": case.host_memory, "revise": False}
     if not name.startswith(RANDOM):
-        return streamed(workload, hw, args.nvme, policy=name, **options)
+        return streamed(case.workload, hw, args.nvme, policy=name, **options)
     base = Plan.from_json(args.base.read_text())
     for halvings in range(MOST_HALVINGS):
         plan = drawn(base, int(name.removeprefix(RANDOM)), 0.5**halvings)
         try:
-            return streamed(workload, hw, args.nvme, policy=SEARCHED, plan=plan, **options)
+            return streamed(case.workload, hw, args.nvme, policy=SEARCHED, plan=plan, **options)
         except InfeasiblePlan as error:
             found = error
     raise found
 
 
-def child(name: str, args: argparse.Namespace) -> None:
-    """Train by one plan; prints its seconds, or why there are none."""
+def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, Any]:
+    """In the measured process: the seconds of the steps by one plan, or why there are none."""
+    rss_bytes = memory_bytes("VmRSS")
     try:
-        ours = compiled(name, Case(**json.loads(args.case)), args)
+        ours = compiled(name, Case(**json.loads(args.child)), args)
     except InfeasiblePlan as error:
-        print(json.dumps({"infeasible": str(error)}))
-        return
+        return {"infeasible": str(error)}
     if name == SEARCHED:
         args.base.write_text(ours.plan.to_json())
     prediction = ours.plan.prediction
@@ -111,45 +114,73 @@ def child(name: str, args: argparse.Namespace) -> None:
         took_s = time.perf_counter() - start_s
         if number >= WARM_UP:
             seconds.append(took_s)
-        elif number and took_s > 2 * args.give_up:  # the second: whatever comes, it has lost
+        elif number and took_s > 2 * give_up_s:  # the second: whatever comes, it has lost
             seconds.append(took_s)
             break
     lohan_fx.release(ours.model)
-    print(json.dumps({"seconds": seconds, "predicted_s": prediction.step_s}))
+    return {"seconds": seconds, "predicted_s": prediction.step_s, "rss_before_bytes": rss_bytes}
 
 
-def trained(name: str, case: Case, args: argparse.Namespace, give_up: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", name, "--case", json.dumps(vars(case)), "--give-up", str(give_up)]
-    for option in ("hw", "nvme", "steps", "base"):
-        command += [f"--{option}", str(getattr(args, option))]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if run.returncode:
-        return {"infeasible": f"failed with exit status {run.returncode}", "failed": True}
-    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return found
+def serve(args: argparse.Namespace) -> None:
+    """In the measured process: train by one plan after the other, each in the memory that the last has given back."""
+
+    def answer(line: str) -> dict[str, Any]:
+        asked = json.loads(line)
+        found = trained(asked["name"], asked["give_up_s"], args)
+        gc.collect()
+        return found
+
+    answer_each(answer)
+
+
+class Trainer:
+    """Has one case trained in a process, until that fails; the next run then gets another."""
+
+    def __init__(self, case: Case, args: argparse.Namespace) -> None:
+        self._command = [__file__, "--child", json.dumps(vars(case))]
+        for option in ("hw", "nvme", "steps", "base"):
+            self._command += [f"--{option}", str(getattr(args, option))]
+        self._process: Process | None = None
+
+    def run(self, name: str, give_up_s: float) -> dict[str, Any]:
+        self._process = self._process or Process(self._command)
+        try:
+            found: dict[str, Any] = self._process.ask(json.dumps({"name": name, "give_up_s": give_up_s}))
+        except Ended as error:
+            self._process = None
+            return {"infeasible": str(error), "failed": True}
+        return found
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
 
 
 def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """All candidates of one case in alternating rounds, and then the finalists."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in candidates(args.random, args.only)}
+    trainer = Trainer(case, args)
     for number in range(args.rounds):
         for name, runs in found.items():
-            give_up = GIVEN_UP * _fastest(found[SEARCHED])
-            lost = bool(runs) and name != SEARCHED and _fastest(runs) > give_up
+            give_up_s = GIVEN_UP * _fastest(found[SEARCHED])
+            lost = bool(runs) and name != SEARCHED and _fastest(runs) > give_up_s
             if not lost and not any("infeasible" in run for run in runs):
-                runs.append(_told(f"round {number + 1}", name, case, args, give_up))
+                runs.append(_told(f"round {number + 1}", name, case, trainer, give_up_s))
+    trainer.end()
     measured = _medians(found)
     others = sorted((name for name in measured if name != SEARCHED), key=lambda name: measured[name])[:FINALISTS]
     finals: dict[str, list[dict[str, Any]]] = {name: [] for name in (SEARCHED, *others)}
     for number in range(args.finals):
         for name, runs in finals.items():
-            runs.append(_told(f"finals {number + 1}", name, case, args, float("inf")))
+            trainer = Trainer(case, args)
+            runs.append(_told(f"finals {number + 1}", name, case, trainer, float("inf")))
+            trainer.end()
     args.base.unlink()
     return _judged(case, found, finals)
 
 
-def _told(label: str, name: str, case: Case, args: argparse.Namespace, give_up: float) -> dict[str, Any]:
-    found = trained(name, case, args, give_up)
+def _told(label: str, name: str, case: Case, trainer: Trainer, give_up_s: float) -> dict[str, Any]:
+    found = trainer.run(name, give_up_s)
     print(f"{label}, {case}: {name}: {found.get('seconds', found.get('infeasible'))}", file=sys.stderr, flush=True)
     return found
 
@@ -173,7 +204,7 @@ def _judged(
     measured, decided = _medians(found), _medians(finals) or _medians(found)
     best = min(decided, key=lambda name: decided[name])
     return {
-        "case": f"{case.size} {case.batch}x{case.seq} {case.host_memory}", "date": today(),
+        "case": workload.Case.__str__(case), "date": today(),
         "searched_s": decided[SEARCHED], "best_s": decided[best], "best": best,
         "ratio": decided[SEARCHED] / decided[best], "finals_s": decided, "measured_s": measured,
         "predicted_s": {name: statistics.median(r["predicted_s"] for r in found[name]) for name in measured},
@@ -183,27 +214,24 @@ def _judged(
     }  # fmt: skip
 
 
-def distinct(numbers: str | None) -> list[Case]:
-    """The cases so numbered, or all; those that differ by their policy only once."""
-    chosen = [CASES[int(n)] for n in numbers.split(",")] if numbers else CASES
-    return list(dict.fromkeys(dataclasses.replace(case, policy=SEARCHED) for case in chosen))
+def distinct(cases: Sequence[Case]) -> list[Case]:
+    """Those that differ by their policy only once."""
+    return list(dict.fromkeys(dataclasses.replace(case, policy=SEARCHED) for case in cases))
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--cases", help="only these of prediction.py, by number, such as 1,6")
+    case_arguments(parser)
     parser.add_argument("--steps", type=at_least_one, default=3)
     parser.add_argument("--rounds", type=at_least_one, default=1)
     parser.add_argument("--finals", type=int, default=3)
     parser.add_argument("--random", type=int, default=20)
     parser.add_argument("--only", help="of the others only these, such as keep,random-3")
-    parser.add_argument("--child", help="internal: the plan to train by")
-    parser.add_argument("--case", help="internal: what to train")
-    parser.add_argument("--give-up", type=float, default=float("inf"), help="internal: seconds a step that have lost")
+    parser.add_argument("--child", help="internal: what to train")
     parser.add_argument("--base", type=Path, help="internal: where the searched plan is kept")
     args = parser.parse_args()
     if args.child:
-        child(args.child, args)
+        serve(args)
         return
     try:
         candidates(args.random, args.only)
@@ -212,7 +240,7 @@ def main() -> None:
     hw = profile(args)
     args.hw, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
     hw.save(args.hw)
-    cases = [compared(case, args) for case in distinct(args.cases)]
+    cases = [compared(case, args) for case in distinct(chosen(CASES, args))]
     args.hw.unlink()
     cases = with_saved("better", cases) if args.save else cases
     missed = [

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from report import arguments, at_least_one, finish, profile
 from turns import Process, serve
-from workload import SIZES, Case, chosen, streamed
+from workload import SIZES, Case, case_arguments, chosen, streamed
 
 import lohan_fx
 from lohan_fx.self_check import STAGES
@@ -72,7 +72,7 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--cases", help="only these, by number, such as 0")
+    case_arguments(parser)
     parser.add_argument("--size", choices=SIZES, help="a case of one's own instead, with the three that follow")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
@@ -87,8 +87,8 @@ def main() -> None:
         return
     if args.cases and args.size:
         parser.error("--cases names known cases, --size one of your own: give one of them")
-    own = Case(args.size, args.batch, args.seq, args.host_memory) if args.size else None
-    asked = [own] if own else chosen(CASES, args.cases)
+    own = Case(args.size, args.batch, args.seq, args.host_memory, dtype=args.dtype) if args.size else None
+    asked = [own] if own else chosen(CASES, args)
     hw, path = profile(args), args.nvme / "profile.toml"
     hw.save(path)
     cases = [measured(case, args, path) for case in asked]

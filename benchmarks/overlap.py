@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from report import arguments, at_least_one, finish, profile
 from turns import Process, serve
-from workload import Case, Streamed, Workload, chosen, streamed
+from workload import Case, Streamed, Workload, case_arguments, chosen, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -182,7 +182,7 @@ def gaps(overlapped: StepCheck, alone: StepCheck) -> dict[str, dict[str, float]]
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--cases", help="only these, by number, such as 0,2")
+    case_arguments(parser)
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--child", choices=CHILDREN, help="internal: which of the measured processes")
     parser.add_argument("--case", help="internal: what it measures")
@@ -194,7 +194,7 @@ def main() -> None:
     hw = profile(args)
     path = args.nvme / "profile.toml"
     hw.save(path)
-    asked = chosen(CASES, args.cases)
+    asked = chosen(CASES, args)
     cases = [measured(case, args, path) for case in asked]
     path.unlink()
     (args.nvme / "plan.json").unlink()

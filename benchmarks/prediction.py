@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import workload
 from report import arguments, at_least_one, finish, profile
-from workload import Streamed, chosen, memory_bytes, stolen_core_s, streamed
+from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
 from lohan_fx import op_times
@@ -48,7 +48,7 @@ class Case(workload.Case):
     policy: str
 
     def __str__(self) -> str:
-        return f"{self.size} {self.batch}x{self.seq} {self.policy} {self.host_memory}"
+        return f"{self.size} {self.batch}x{self.seq} {self.policy} {self.host_memory}{self._unusual_dtype}"
 
 
 CASES = (
@@ -192,13 +192,13 @@ def main() -> None:
         "--passes", type=at_least_one, default=4, help="per process: measure the machine, predict, train"
     )
     parser.add_argument("--steps", type=at_least_one, default=4, help="measured ones of a pass")
-    parser.add_argument("--cases", help="only these, by number, such as 0,3")
+    case_arguments(parser)
     parser.add_argument("--child", help="internal: the measured process")
     args = parser.parse_args()
     if args.child:
         child(Case(**json.loads(args.child)), args)
         return
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args.cases)}
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args)}
     for number in range(args.rounds):
         for case in found:
             print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)

@@ -19,16 +19,29 @@ MARK = "answer: "
 def serve(runs: Mapping[str, Callable[[], Any]], said: Any = None, end: Callable[[], Any] = lambda: None) -> None:
     """In the measured process: say that it is ready (and ``said``), run and time what is asked for, a line of stdin each, and
     say what ``end`` returns when nothing more is. Answers are lines of JSON behind ``MARK``: libraries print, too."""
+
+    def seconds(name: str) -> float:
+        start_s = time.perf_counter()
+        runs[name]()
+        return time.perf_counter() - start_s
+
+    answer_each(seconds, said)
+    _answer(end())
+
+
+def answer_each(answer: Callable[[str], Any], said: Any = None) -> None:
+    """In the measured process: say that it is ready (and ``said``), and what ``answer`` returns for each line of stdin."""
     _answer(said)
     for line in sys.stdin:
-        start_s = time.perf_counter()
-        runs[line.strip()]()
-        _answer(time.perf_counter() - start_s)
-    _answer(end())
+        _answer(answer(line.strip()))
 
 
 def _answer(found: Any) -> None:
     print(f"{MARK}{json.dumps(found)}", flush=True)
+
+
+class Ended(SystemExit):
+    """A measured process ended without an answer, and so does this one, unless it can do without."""
 
 
 class Process:
@@ -43,10 +56,14 @@ class Process:
 
     def run(self, name: str) -> float:
         """Its seconds."""
+        return float(self.ask(name))
+
+    def ask(self, line: str) -> Any:
+        """The answer to ``line``. Raises ``Ended``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        return float(self._answer())
+        return self._answer()
 
     def end(self) -> Any:
         """What it says at its end; it is over."""
@@ -61,4 +78,4 @@ class Process:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
-        sys.exit(f"a measured process ended with status {self._process.wait()}")
+        raise Ended(f"a measured process ended with status {self._process.wait()}")

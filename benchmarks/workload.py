@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,21 +32,23 @@ SIZES = {
 GPT2_SIZES = {"gpt2": (12, 768, 12, 50257)}
 """Layers, hidden, heads, vocabulary of GPT-2 models, without dropout."""
 
+BFLOAT16 = "bfloat16"
 LR = 1e-4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES``) at ``batch`` x ``seq`` random tokens, bf16 weights and
-    activations; of so many ``layers`` instead, if given (Llama)."""
+    """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES``) at ``batch`` x ``seq`` random tokens, its weights and
+    activations in ``dtype``; of so many ``layers`` instead, if given (Llama)."""
 
     size: str
     batch: int
     seq: int
     layers: int | None = None
+    dtype: str = BFLOAT16
 
     def build(self) -> Any:
-        """The model in bf16, on the CPU, the same for each call."""
+        """The model in its dtype, on the CPU, the same for each call."""
         model = self._unset()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -57,15 +60,15 @@ class Workload:
         return model.train()
 
     def build_on_meta(self) -> Any:
-        """The model in bf16 without any values; ``lohan_fx.compile`` sets them, as Hugging Face would."""
+        """The model in its dtype without any values; ``lohan_fx.compile`` sets them, as Hugging Face would."""
         with torch.device("meta"):
             return self._unset().train()
 
     def _unset(self) -> Any:
-        """The model in bf16, its weights not initialised."""
+        """The model in its dtype, its weights not initialised."""
         transformers.logging.set_verbosity_error()
         default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(getattr(torch, self.dtype))
         try:
             with no_init_weights():
                 return self._gpt2() if self.size in GPT2_SIZES else self._llama()
@@ -115,21 +118,36 @@ class Case:
     batch: int
     seq: int
     host_memory: str
+    dtype: str = field(default=BFLOAT16, kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.size} {self.batch}x{self.seq} {self.host_memory}"
+        return f"{self.size} {self.batch}x{self.seq} {self.host_memory}{self._unusual_dtype}"
+
+    @property
+    def _unusual_dtype(self) -> str:
+        return "" if self.dtype == BFLOAT16 else f" {self.dtype}"
 
     @property
     def workload(self) -> Workload:
-        return Workload(self.size, self.batch, self.seq)
+        return Workload(self.size, self.batch, self.seq, dtype=self.dtype)
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def chosen(cases: Sequence[AnyCase], numbers: str | None) -> Sequence[AnyCase]:
-    """Those of ``cases`` that ``numbers`` names, such as "0,2"; None: all."""
-    return [cases[int(n)] for n in numbers.split(",")] if numbers else cases
+def case_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``chosen`` asks for."""
+    parser.add_argument("--cases", help="only these, by number, such as 0,2")
+    parser.add_argument(
+        "--dtype", choices=(BFLOAT16, "float32"), default=BFLOAT16,
+        help="float32 for processors without AVX-512 or AMX, whose matmuls in bfloat16 take a hundred times as long",
+    )  # fmt: skip
+
+
+def chosen(cases: Sequence[AnyCase], args: argparse.Namespace) -> list[AnyCase]:
+    """Those of ``cases`` that ``--cases`` names, or all, in ``--dtype``."""
+    named = [cases[int(n)] for n in args.cases.split(",")] if args.cases else cases
+    return [dataclasses.replace(case, dtype=args.dtype) for case in named]
 
 
 Step = Callable[[], float]
@@ -137,7 +155,7 @@ Step = Callable[[], float]
 
 
 def plain_step(workload: Workload, *, fused: bool = True, backend: str | None = None) -> Step:
-    """Plain PyTorch, all in RAM: bf16 model, fp32 masters, ``torch.optim.AdamW``; eager, or compiled by ``backend``."""
+    """Plain PyTorch, all in RAM: fp32 masters and ``torch.optim.AdamW``; eager, or compiled by ``backend``."""
     model, tokens = workload.build(), workload.tokens()
     if backend is not None:
         model.compile(backend=backend)
@@ -196,6 +214,7 @@ def streamed(
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        options = {"compute_dtype": getattr(torch, workload.dtype), **options}
         lohan_fx.compile(model, hw, nvme=[nvme], hold_gradients=None if max_norm is None else True, **options)
     optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
     try:

@@ -66,6 +66,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, help=f"(default: {STEPS}, or as many as are predicted to take {TRAINING_S} s)")
     add("--batch", type=int, default=4)
     add("--seq", type=int, default=128, help="bytes of text per sequence (128)")
+    add("--dtype", choices=("bfloat16", "float32"),
+        help="of weights and activations (default: bfloat16, or float32 where the processor has no kernels for it)")  # fmt: skip
     add("--layers", type=int, default=17)
     add("--hidden", type=int, default=768, help="a multiple of 64 (768)")
     add("--lr", type=float, default=1e-3)
@@ -267,13 +269,15 @@ def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
     hw = hardware(args)
-    show_hardware(hw)
+    args.dtype = args.dtype or ("float32" if hw.lacks_kernels(torch.bfloat16) else "bfloat16")
+    dtype = getattr(torch, args.dtype)
+    show_hardware(hw, dtype)
     text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
     model = build_model(args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = f"Llama, {parameters / 1e6:.3g}M parameters"
     print(f"{size}: {format_bytes(14 * parameters)} with optimizer states; {text}", flush=True)
-    lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy)
+    lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy, compute_dtype=dtype)
     with lohan_fx.releasing(model):
         done = run_streamed(model, text, args)
     compared = compare(args, done) if args.compare else None

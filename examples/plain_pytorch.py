@@ -1,7 +1,7 @@
 """The same training in plain PyTorch, with everything in RAM: what lohan_fx must be equal to.
 
-The precision recipe is the same: bf16 weights and activations; fp32 masters, which AdamW updates and which are then
-cast back.
+The precision recipe is the same: weights and activations in ``--dtype``; fp32 masters, which AdamW updates and which are
+then cast back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train_plain(
     parameters = list(model.parameters())
     masters = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.data.bfloat16()
+        parameter.data = parameter.data.to(getattr(torch, args.dtype))
     optimizer = torch.optim.AdamW(masters, lr=args.lr, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor(args.steps))
     call = model if args.compare == "eager" else torch.compile(model, backend=args.compare, dynamic=False)

@@ -18,8 +18,8 @@ LANES = ("compute", "h2d", "d2h", "ssd", "cpu")
 COMPARED_STEPS = 8
 
 
-def show_hardware(hw: HardwareProfile) -> None:
-    rate = f"{hw.matmul_rate(torch.bfloat16) / 1e12:.2f} TFLOP/s in bfloat16"
+def show_hardware(hw: HardwareProfile, dtype: torch.dtype) -> None:
+    rate = f"{hw.matmul_rate(dtype) / 1e12:.2f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
     drives = f"{len(hw.nvme)} director{'y' if len(hw.nvme) == 1 else 'ies'}"
     ssd = (hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s, hw.ssd_mixed_bytes_per_s)
     rows = [

@@ -91,6 +91,17 @@ def check_largest(facts: Sequence[ParameterFacts], device_memory_bytes: int) -> 
         )
 
 
+def warn_if_slow(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
+    """Whom it concerns is the caller of ``compile``."""
+    if hw.lacks_kernels(compute_dtype):
+        slow, full = (hw.matmul_rate(dtype) / 1e9 for dtype in (compute_dtype, torch.float32))
+        warnings.warn(
+            f"matmuls in {str(compute_dtype).removeprefix('torch.')} run at {slow:.3g} GFLOP/s on {hw.device_name}, which "
+            f"has no kernels for them, and in float32 at {full:.3g}: compile(compute_dtype=torch.float32) is faster",
+            stacklevel=3,
+        )
+
+
 def warn_if_measured_elsewhere(hw: HardwareProfile) -> None:
     """Whom it concerns is the caller of ``compile``."""
     if not hw.is_this_machine():

@@ -200,6 +200,11 @@ class HardwareProfile:
             raise ValueError(f"no matmul rate for {dtype} in the hardware profile {self.name!r}: it has {known}")
         return self.matmul_flops_per_s[key]
 
+    def lacks_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether matmuls in `dtype` take at least four times as long as in float32, as those in half precision do on a
+        processor without AVX-512 or AMX (a hundred times); ValueError if the profile has no rate for it."""
+        return self.matmul_rate(dtype) * 4 <= self.matmul_flops_per_s.get("float32", 0.0)
+
     def at_requests(self, nbytes: int) -> Self:
         """The same machine with its drives' rates for reads and writes of ``nbytes``: those of the measured size that is
         nearest by ratio; as they are where none was measured."""

@@ -32,6 +32,8 @@ ROUND_S = 1.0
 """Of each round after the first, divided by what the ops add to the graph."""
 MOST_RUNS = 9
 """Of an op in a round."""
+LONG_S = 0.5
+"""A run of so many seconds is no single moment: one after the first is enough. Without kernels for a dtype it may take many."""
 NEGLIGIBLE = 0.002
 """Share of the graph's seconds below which an op's first runs are enough."""
 HICCUP = 3.0
@@ -66,6 +68,8 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
         for number in range(runs):
             cold.fill_(number % 2)
             found.append(timed(run, device))
+            if number and found[-1] > LONG_S:
+                break
         return found
 
     # The very first run of an op warms it up.
@@ -74,7 +78,7 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
     total_s = sum(adds_s.values())
     for _ in range(ROUNDS - 1):
         for signature, nodes in alike.items():
-            if adds_s[signature] > NEGLIGIBLE * total_s:
+            if adds_s[signature] > NEGLIGIBLE * total_s and found[signature][-1] <= LONG_S:
                 runs = round(ROUND_S * len(nodes) / total_s)
                 found[signature] += runs_s(nodes[0], min(max(runs, 1), MOST_RUNS))
     return {signature: _mean_s(seconds) for signature, seconds in found.items()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog
 from scipy.sparse import csr_array, vstack
 
 from lohan_fx.passes.decision_model import (
@@ -30,6 +30,7 @@ from lohan_fx.passes.decision_model import (
     savable,
 )
 from lohan_fx.passes.independent_parts import Parts
+from lohan_fx.passes.solver import milp
 
 GAP = 1e-7
 """Relative distance between the plan found and the bound at which the search for a better one ends."""

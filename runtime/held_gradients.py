@@ -3,16 +3,15 @@
 Gradients wait where updates run after the backward, where more of the same step may come, and where all of them must be
 known before the first is applied (clipping, loss scaling).
 
-Guarantees: what waits in memory stays within what the plan gave it and ``hold_bytes``; the rest waits in the store. Memory
-of a gradient is counted until its last user (an update may run long after the step) has let it go.
+Guarantees: what waits in memory stays within what the plan gave it and ``hold_bytes``; the rest waits in the store. Where a
+gradient waits does not hang on timing: it decides how a norm is rounded, and so how all gradients are clipped.
 
-Assumes: ``norm`` and ``read`` are called when everything offered is in place (the optimizer's barrier).
+Assumes: ``norm`` and ``read`` are called when everything offered is in place (the optimizer's barrier); an update has let go
+of a gradient when the next one of its parameter comes (the forward waits for updates).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -34,8 +33,8 @@ class HeldGradients:
         self._slots = slots
         self._residency = residency
         self.hold_bytes = 0
-        self._held_bytes = 0
-        self._lock = threading.Lock()
+        self._taken_bytes = 0
+        self._placed: dict[int, dict[torch.dtype, int | None]] = {}
         self._late: set[int] = set()
         self._deferred: set[int] = set()
         self._planned: dict[int, tuple[torch.device | None, int]] = {}
@@ -48,6 +47,7 @@ class HeldGradients:
         self._late.clear()
         self._deferred.clear()
         self._planned.clear()
+        self._forget_places()
         for slot, parameter in self._slots.items():
             home = homes.get(parameter.name)
             if home is None or home.gradient_home is None:
@@ -100,25 +100,39 @@ class HeldGradients:
 
     def _new(self, slot: int, dtype: torch.dtype) -> Held:
         """A place for a gradient of ``slot``; its memory is not touched yet."""
-        parameter = self._slots[slot]
-        nbytes = parameter.numel * dtype.itemsize
-        memory, planned_bytes = self._planned.get(slot, (torch.device("cpu"), 0))
-        more_bytes = max(0, nbytes - planned_bytes)
-        with self._lock:
-            fits = memory is not None and (not more_bytes or self._held_bytes + more_bytes <= self.hold_bytes)
-            if fits:
-                self._held_bytes += more_bytes
         held = Held(dtype)
-        if fits:
-            held.memory = torch.empty(parameter.numel, dtype=dtype, device=memory)
-            weakref.finalize(held, self._give_back, more_bytes).atexit = False
+        if self._in_memory(slot, dtype):
+            held.memory = torch.empty(self._slots[slot].numel, dtype=dtype, device=self._plan_of(slot)[0])
         else:
             self._states.allocate_gradient(slot)
         return held
 
-    def _give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._held_bytes -= nbytes
+    def _plan_of(self, slot: int) -> tuple[torch.device | None, int]:
+        """Which memory the plan has for gradients of ``slot``, and how much of it."""
+        return self._planned.get(slot, (torch.device("cpu"), 0))
+
+    def _in_memory(self, slot: int, dtype: torch.dtype) -> bool:
+        """Whether a gradient of ``slot`` waits in memory, decided once for a plan: what came first stays."""
+        memory, planned_bytes = self._plan_of(slot)
+        placed = self._placed.setdefault(slot, {})
+        if dtype not in placed:
+            more = max(0, self._slots[slot].numel * dtype.itemsize - planned_bytes)
+            here = [nbytes for nbytes in placed.values() if nbytes is not None]
+            # While a gradient is widened both are there; after that the larger.
+            fits = not more or self._taken_bytes - max(here, default=0) + sum(here) + more <= self.hold_bytes
+            placed[dtype] = more if memory is not None and fits else None
+            if placed[dtype] is not None:
+                self._taken_bytes += max(0, more - max(here, default=0))
+        return placed[dtype] is not None
+
+    def _forget_places(self) -> None:
+        """All but those of what is held now."""
+        self._placed = {
+            slot: {resident.held.dtype: self._placed[slot][resident.held.dtype]}
+            for slot, resident in self._residency.items()
+            if resident.held is not None
+        }
+        self._taken_bytes = sum(nbytes or 0 for placed in self._placed.values() for nbytes in placed.values())
 
     def _widened(self, slot: int, narrow: Held) -> Held:
         """``narrow`` as a fp32 sum: another gradient has come after the one that was thought to be alone."""

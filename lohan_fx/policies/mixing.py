@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult
 from scipy.sparse import coo_array
 
 from lohan_fx import cost
@@ -26,6 +26,7 @@ from lohan_fx.memory_model import missing
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.search import read
+from lohan_fx.passes.solver import milp
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.eviction import all_kept

@@ -522,6 +522,14 @@ def test_a_profile_of_another_machine_is_warned_of(nvme: Path) -> None:
     lohan_fx.release(model)
 
 
+def test_a_dtype_without_kernels_is_warned_of(nvme: Path) -> None:
+    slow = profile(matmul_flops_per_s={"float32": 1.2e11, "bfloat16": 1.3e9})
+    with pytest.warns(UserWarning, match=r"bfloat16 run at 1\.3 GFLOP/s on .*compute_dtype=torch\.float32") as warned:
+        model = streamed(Tiny(), nvme, hw=slow, compute_dtype=torch.bfloat16)
+    assert [warning.filename for warning in warned] == [__file__]
+    lohan_fx.release(model)
+
+
 def test_a_profile_of_a_gpu_where_there_is_none(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(Tiny(), ValueError, "rtx4090", "CUDA", hw=HardwareProfile.preset("rtx4090-12xP5510"), nvme=nvme)

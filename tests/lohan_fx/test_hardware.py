@@ -150,6 +150,14 @@ def test_drives_add_up() -> None:
     assert (without.ssd_read_bytes_per_s, without.ssd_write_bytes_per_s, without.ssd_mixed_bytes_per_s) == (0, 0, 0)
 
 
+def test_a_dtype_without_kernels() -> None:
+    without = replace(PROFILE, matmul_flops_per_s={"float32": 1.2e11, "bfloat16": 1.3e9})
+    assert without.lacks_kernels(torch.bfloat16) and not without.lacks_kernels(torch.float32)
+    assert not PROFILE.lacks_kernels(torch.bfloat16)
+    with pytest.raises(ValueError, match="float16"):
+        without.lacks_kernels(torch.float16)
+
+
 def test_matmul_rate() -> None:
     assert PROFILE.matmul_rate(torch.bfloat16) == 5e11
     with pytest.raises(ValueError, match=r"no matmul rate for torch.float16 .*'a box': it has torch.float32, torch.bf"):

@@ -68,6 +68,7 @@ def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch
     monkeypatch.setattr(op_times, "FIRST_RUNS", 2)
     monkeypatch.setattr(op_times, "ROUNDS", 3)
     monkeypatch.setattr(op_times, "ROUND_S", 4.0)
+    monkeypatch.setattr(op_times, "LONG_S", 10.0)
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     large, small = (graph.call_function(op, (x,)) for op in (torch.ops.aten.sin.default, torch.ops.aten.cos.default))
@@ -76,6 +77,15 @@ def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch
     monkeypatch.setattr(op_times, "timed", lambda node, device: next(took[node]))
     assert op_times._in_rounds({("large",): [large], ("small",): [small]}, CPU) == {("large",): 2.0, ("small",): 1e-3}
     assert len(list(took[large])) == 8 - 2 * 2  # two rounds of four seconds each
+
+
+def test_an_op_that_takes_long_is_run_once_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_times, "FIRST_RUNS", 3)
+    node = torch.fx.Graph().placeholder("x")
+    took = iter((70.0, 60.0))
+    monkeypatch.setattr(op_times, "_runner", lambda node, device: node)
+    monkeypatch.setattr(op_times, "timed", lambda node, device: next(took))
+    assert op_times._in_rounds({("slow",): [node]}, CPU) == {("slow",): 60.0}
 
 
 def test_a_strided_input_is_another_op() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lohan_fx.plan import Plan, Windows
 from lohan_fx.runtime.gradient_norm import PIECE_ELEMENTS, norm_of
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -93,19 +93,51 @@ def test_room_is_used_again_in_the_next_step(rig: Rig) -> None:
     assert rig.store.nbytes_allocated == allocated
 
 
-def test_memory_counts_until_its_last_user_has_let_it_go(rig: Rig) -> None:
-    """An update may still read the gradient of the step before when the next one is held."""
+def test_where_a_gradient_waits_does_not_hang_on_timing(rig: Rig) -> None:
+    """The thread that updates may have let go of the step before's or not: the place decides how a norm is rounded."""
+    rig.held.hold_bytes = 4 * rig.slots[HALF].numel
+    users = []
+    for _ in range(3):
+        rig.hold(HALF)
+        rig.hold(FULL)
+        assert place(rig, HALF)[1] and not place(rig, FULL)[1]
+        users.append(rig.residency[HALF].held)
+        rig.held.forget()
+    rig.hold(FULL)  # also where it comes first
+    assert not place(rig, FULL)[1]
+
+
+def test_a_sum_and_the_one_that_it_replaces_share_a_place(rig: Rig) -> None:
+    """Both are there at once, but only while it is widened."""
+    elements = rig.slots[HALF].numel
+    rig.held.hold_bytes = 6 * elements
+    for seed in (1, 2):
+        rig.hold(HALF, seed, alone=True)
+    assert place(rig, HALF) == (torch.float32, True)
+    rig.held.hold_bytes += 4 * rig.slots[FULL].numel - 2 * elements
+    rig.hold(FULL)
+    assert place(rig, FULL)[1]
+
+
+@pytest.mark.parametrize("room", [5, 6])
+def test_a_sum_goes_to_the_store_where_not_both_fit(rig: Rig, room: int) -> None:
+    rig.held.hold_bytes = room * rig.slots[HALF].numel
+    for seed in (1, 2):
+        rig.hold(HALF, seed, alone=True)
+    assert place(rig, HALF) == (torch.float32, room == 6)
+
+
+def test_another_plan_counts_what_is_held_already(rig: Rig) -> None:
+    plan = Plan("keep", "cpu", "float32", 1, 1, (), (), Windows(0, 0, 0, 4096, 4096, 1, 2, 2, 0))
     rig.held.hold_bytes = 4 * rig.slots[HALF].numel
     rig.hold(HALF)
-    user = rig.residency[HALF].held
+    rig.held.apply_plan(plan, torch.device("cpu"))
+    rig.hold(FULL)
+    assert not place(rig, FULL)[1]
     rig.held.forget()
-    rig.hold(HALF)
-    assert not place(rig, HALF)[1]
-    rig.held.forget()
-    del user
-    gc.collect()
-    rig.hold(HALF)
-    assert place(rig, HALF)[1]
+    rig.held.apply_plan(plan, torch.device("cpu"))
+    rig.hold(FULL)
+    assert place(rig, FULL)[1]
 
 
 def test_a_gradient_alone_stays_as_it_is_and_is_not_copied(rig: Rig) -> None:

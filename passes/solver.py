@@ -1,0 +1,55 @@
+"""solver: scipy's ``milp``, without the debug line that its HiGHS prints on standard output whatever it is told.
+
+HiGHS 1.12, of scipy 1.17, prints it now and then with all output switched off (its issue 2783); among the lines of
+``lohan-fx plan --json`` nobody could read those any more. It comes from C, beneath ``sys.stdout``. So while HiGHS
+runs, what is written to the file descriptor goes to a file, and on to where it was meant for afterwards, that line left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from scipy import optimize
+
+NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n"
+_STDOUT = 1
+_one_at_a_time = threading.Lock()
+
+
+def milp(*args: Any, **options: Any) -> optimize.OptimizeResult:
+    """``scipy.optimize.milp`` of the same arguments."""
+    with _one_at_a_time, _without_noise():
+        return optimize.milp(*args, **options)
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    try:
+        before = os.dup(_STDOUT)
+    except OSError:  # it is closed: nothing can be printed
+        yield
+        return
+    with tempfile.TemporaryFile() as aside:
+        _flush()
+        os.dup2(aside.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(before, _STDOUT)
+            os.close(before)
+            aside.seek(0)
+            rest = memoryview(aside.read().replace(NOISE, b""))
+            while rest:
+                rest = rest[os.write(_STDOUT, rest) :]
+
+
+def _flush() -> None:
+    """Bring what C has buffered for any file to it."""
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,53 @@
+"""What the solver prints beneath Python does not reach standard output; what others print meanwhile does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lohan_fx.passes import solver
+
+
+def test_its_debug_line_is_left_out(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(*args: object, **options: object) -> str:
+        assert (args, options) == ((1,), {"two": 2})
+        ctypes.CDLL(None).printf(solver.NOISE)  # stays in C's buffer, as that of HiGHS may
+        os.write(1, b"another thread's\n")
+        return "solved"
+
+    monkeypatch.setattr(solver.optimize, "milp", noisy)
+    print("before", flush=True)
+    assert solver.milp(1, two=2) == "solved"
+    print("after", flush=True)
+    assert capfd.readouterr().out == "before\nanother thread's\nafter\n"
+
+
+def test_an_error_leaves_standard_output_as_it_was(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing() -> None:
+        raise ValueError("no such problem")
+
+    monkeypatch.setattr(solver.optimize, "milp", failing)
+    with pytest.raises(ValueError, match="no such problem"):
+        solver.milp()
+    print("after", flush=True)
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_it_solves_where_standard_output_is_closed() -> None:
+    code = (
+        "import os, sys; os.close(1); import numpy as np; from lohan_fx.passes.solver import milp; "
+        "sys.exit(int(milp(np.array([1.0]), integrality=np.array([1])).x[0]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_it_is_scipys() -> None:
+    result = solver.milp(np.array([-1.0]), integrality=np.array([1]), bounds=(0, 2.5))
+    assert result.x.tolist() == [2.0]
