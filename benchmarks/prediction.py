@@ -112,7 +112,8 @@ def one_pass(
     prediction = predict_again(ours.model, hw)
     simulation = lohan_fx.simulate(ours.model, hw=hw)
     store, engine, seconds, lanes = found.engine.store, found.engine, [], []
-    at_prediction = runs_per_s(few_ops(), PACE_S)
+    ops = few_ops(getattr(torch, found.request().compute_dtype))
+    at_prediction = runs_per_s(ops, PACE_S)
     for _ in range(warm_up):
         ours.step()
     engine.before_reading()  # updates that run beside the next forward belong to the step before
@@ -127,7 +128,7 @@ def one_pass(
     stolen = (stolen_core_s() - stolen_s) / (time.perf_counter() - began_s) / hw.cpu_cores
     engine.before_reading()
     return {
-        "drift": at_prediction / runs_per_s(few_ops(), PACE_S) - 1,
+        "drift": at_prediction / runs_per_s(ops, PACE_S) - 1,
         "stolen": stolen,
         "predicted_s": prediction.step_s,
         "simulated_s": simulation.step_s,

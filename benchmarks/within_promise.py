@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from memory_group import join, memory_group, peak_bytes
 from report import arguments, finish, profile
-from workload import LR, SIZES, Workload
+from workload import LR, SIZES, Workload, dtype_argument
 
 import lohan_fx
 from lohan_fx import process_memory
@@ -66,7 +66,7 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     """Train, or resume and train; prints its figures as one JSON line."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    workload = Workload(args.size, args.batch, args.seq, layers=args.layers)
+    workload = Workload(args.size, args.batch, args.seq, layers=args.layers, dtype=args.dtype)
     model, tokens = workload.build_on_meta(), workload.tokens()
     hw, losses = HardwareProfile.load(args.hw), []
     phase = Phases()
@@ -77,7 +77,9 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
         join(args.group, promise)
     with phase("compile"):
         keeps: dict[str, Any] = {"resume_from_checkpoint": True} if resumes else {"checkpoints": 1}
-        lohan_fx.compile(model, hw, host_memory=args.host_memory, nvme=[args.nvme], revise=False, **keeps)
+        dtype = getattr(torch, args.dtype)
+        options: dict[str, Any] = {"nvme": [args.nvme], "compute_dtype": dtype, "revise": False, **keeps}
+        lohan_fx.compile(model, hw, host_memory=args.host_memory, **options)
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True)
         if resumes:
             lohan_fx.resume(model, optimizer)
@@ -114,6 +116,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--layers", type=int, help="as many layers instead of those of --size")
+    dtype_argument(parser)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--host-memory", default="512MiB")

@@ -138,6 +138,10 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 def case_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``chosen`` asks for."""
     parser.add_argument("--cases", help="only these, by number, such as 0,2")
+    dtype_argument(parser)
+
+
+def dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=(BFLOAT16, "float32"), default=BFLOAT16,
         help="float32 for processors without AVX-512 or AMX, whose matmuls in bfloat16 take a hundred times as long",

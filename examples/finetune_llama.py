@@ -269,8 +269,8 @@ def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
     hw = hardware(args)
-    args.dtype = args.dtype or ("float32" if hw.lacks_kernels(torch.bfloat16) else "bfloat16")
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, args.dtype) if args.dtype else hw.usual_dtype()
+    args.dtype = str(dtype).removeprefix("torch.")
     show_hardware(hw, dtype)
     text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
     model = build_model(args)

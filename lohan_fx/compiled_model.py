@@ -33,7 +33,7 @@ from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
 from lohan_fx.runtime.workspace import Room, Workspace
-from lohan_fx.self_check import SelfCheck, corrected, corrections, scaled, typical, worth_revising
+from lohan_fx.self_check import SelfCheck, corrected, corrections, may_be_beaten, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
 _LOG = logging.getLogger(__name__)
@@ -266,8 +266,10 @@ class CompiledModel:
             compute_scale=self._request.compute_scale * ratios["compute"],
             holds=self.engine.updates.holds,
         )
-        now, then = scaled(found, ratios), replan(request).prediction
         self._request = request
+        if not may_be_beaten(found, ratios):
+            return
+        now, then = scaled(found, ratios), replan(request).prediction
         assert then is not None
         if not worth_revising(now, then):
             return

@@ -20,6 +20,8 @@ import torch
 from lohan_fx import machine
 
 DTYPES = ("float32", "bfloat16", "float16")
+NO_KERNELS = 4
+"""A dtype whose matmuls take so many times as long as those in float32 has none; they usually take a hundred times as long."""
 
 V = TypeVar("V")
 
@@ -201,9 +203,13 @@ class HardwareProfile:
         return self.matmul_flops_per_s[key]
 
     def lacks_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether matmuls in `dtype` take at least four times as long as in float32, as those in half precision do on a
-        processor without AVX-512 or AMX (a hundred times); ValueError if the profile has no rate for it."""
-        return self.matmul_rate(dtype) * 4 <= self.matmul_flops_per_s.get("float32", 0.0)
+        """Whether matmuls in `dtype` are as slow as those in half precision are on a processor without AVX-512 or AMX;
+        ValueError if the profile has no rate for it."""
+        return self.matmul_rate(dtype) * NO_KERNELS <= self.matmul_flops_per_s.get("float32", 0.0)
+
+    def usual_dtype(self) -> torch.dtype:
+        """What one trains in here: bfloat16, or float32 where there are no kernels for that."""
+        return torch.float32 if self.lacks_kernels(torch.bfloat16) else torch.bfloat16
 
     def at_requests(self, nbytes: int) -> Self:
         """The same machine with its drives' rates for reads and writes of ``nbytes``: those of the measured size that is

@@ -82,16 +82,18 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
             matmul_flops_per_s=flops,
             device_memory_bytes=torch.cuda.mem_get_info()[1] if device == "cuda" else host_bytes,
             host_memory_bytes=host_bytes,
-            nvme=drives_beside_compute(directories, device, seconds * _DRIVES_SHARE, announce),
+            nvme=(),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=machine.fingerprint(),
             **rates,
         )
+        dtype = profile.usual_dtype()
+        drives = drives_beside_compute(directories, device, dtype, seconds * _DRIVES_SHARE, announce)
         announce("what compute loses to requests")
-        per_request, per_byte, handover = map(rounded, lost_to_requests(directories, seconds * _LOST_SHARE))
+        per_request, per_byte, handover = map(rounded, lost_to_requests(directories, dtype, seconds * _LOST_SHARE))
         return dataclasses.replace(
-            profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte, handover_s=handover
+            profile, nvme=drives, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte, handover_s=handover
         )
 
 

@@ -45,29 +45,29 @@ AHEAD = 8
 TURNS = 12
 
 
-def lost_to_requests(directories: Sequence[str], seconds: float) -> tuple[float, float, float]:
-    """Seconds that compute on all cores loses per request to the store, and besides per byte of it, half of them reads; and to
-    hand one over itself. In about ``seconds``."""
+def lost_to_requests(directories: Sequence[str], dtype: torch.dtype, seconds: float) -> tuple[float, float, float]:
+    """Seconds that compute in ``dtype`` on all cores loses per request to the store, and besides per byte of it, half of them
+    reads; and to hand one over itself. In about ``seconds``."""
     if not directories:
         return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte, HardwareProfile.handover_s
     directory, share_s = Path(directories[0]), seconds / (len(SIZES) + 1)
-    small, large = (_lost_s(directory, nbytes, share_s) for nbytes in SIZES)
+    small, large = (_lost_s(directory, nbytes, dtype, share_s) for nbytes in SIZES)
     per_byte = max((large - small) / (SIZES[1] - SIZES[0]), 1e-12)
     per_request = max(small - per_byte * SIZES[0], LEAST_S)
-    asked = _lost_to_asking_s(directory, share_s)
+    asked = _lost_to_asking_s(directory, dtype, share_s)
     return per_request, per_byte, max(asked - per_request - per_byte * LEAST_BYTES, LEAST_S)
 
 
 def drives_beside_compute(
-    directories: Sequence[str], device: str, seconds: float, announce: Callable[[str], None]
+    directories: Sequence[str], device: str, dtype: torch.dtype, seconds: float, announce: Callable[[str], None]
 ) -> tuple[NvmeProfile, ...]:
-    """``measure_drives``; where the compute ``device`` is the CPU, with ops on all its cores meanwhile."""
+    """``measure_drives``; where the compute ``device`` is the CPU, with ops in ``dtype`` on all its cores meanwhile."""
     if device != "cpu" or not directories:
         return measure_drives(directories, seconds, announce)
     stop = threading.Event()
 
     def compute() -> None:
-        run = few_ops()
+        run = few_ops(dtype)
         while not stop.is_set():
             run()
 
@@ -81,10 +81,10 @@ def drives_beside_compute(
         return found
 
 
-def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
+def _lost_s(directory: Path, nbytes: int, dtype: torch.dtype, seconds: float) -> float:
     """Seconds that one request of ``nbytes`` costs compute."""
     window_s = seconds / (2 * ROUNDS)
-    compute, threads = few_ops(), torch.get_num_threads()
+    compute, threads = few_ops(dtype), torch.get_num_threads()
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
         NvmeStore([Path(place)]) as store,
@@ -109,11 +109,11 @@ def _lost_s(directory: Path, nbytes: int, seconds: float) -> float:
     return float(statistics.median(found))
 
 
-def _lost_to_asking_s(directory: Path, seconds: float) -> float:
+def _lost_to_asking_s(directory: Path, dtype: torch.dtype, seconds: float) -> float:
     """Seconds that compute loses per small request that its own thread asks for, as it does for what it fetches: finding a
     place, the way to the lane and back, and the interpreter, which the lane's threads use too. Waiting for a slow drive is
     something else."""
-    compute, ahead = few_ops(FEW_ROWS), deque[tuple[Arrival, torch.Tensor]]()
+    compute, ahead = few_ops(dtype, FEW_ROWS), deque[tuple[Arrival, torch.Tensor]]()
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
         NvmeStore([Path(place)]) as store,
@@ -164,10 +164,10 @@ def _requests(store: NvmeStore, pool: HostPool, offset: int, nbytes: int, stop: 
     raise AssertionError("unreachable")
 
 
-def few_ops(rows: int = 512) -> Callable[[], object]:
+def few_ops(dtype: torch.dtype, rows: int = 512) -> Callable[[], object]:
     """A few ops as in a transformer's block: a matmul, and pointwise ones on what it gives."""
     width, wide = 768, 2048
-    x, weight = (torch.randn(shape).bfloat16() for shape in ((rows, width), (width, wide)))
+    x, weight = (torch.randn(shape).to(dtype) for shape in ((rows, width), (width, wide)))
 
     def run() -> object:
         y = x @ weight

@@ -144,6 +144,12 @@ def _stages(predicted: Prediction) -> dict[str, Stage]:
     return {name: getattr(predicted, name) for name in STAGES}
 
 
+def may_be_beaten(found: Prediction, ratios: Mapping[str, float]) -> bool:
+    """Whether any plan may be worth revising to, where ``found`` is the best one's at the rates before the correction: each
+    lane then takes at least the least of ``ratios`` as long, and so does every plan. Cheap; a search may take many seconds."""
+    return min(ratios.values(), default=1.0) * found.step_s < scaled(found, ratios).step_s * (1 - REVISION_GAIN)
+
+
 def worth_revising(now: Prediction, then: Prediction) -> bool:
     """Whether a plan predicted to take ``then`` should replace the one that takes ``now``."""
     return then.step_s < now.step_s * (1 - REVISION_GAIN)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import lohan_fx
-from tests.end_to_end.recipes import LR, cpu_profile
+from tests.end_to_end.recipes import LR, cpu_profile, usual_dtype
 
 STEPS = 4
 LLAMA = {
@@ -25,7 +25,8 @@ def main(nvme: Path, policy: str, host_memory: str) -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     tokens = torch.randint(0, LLAMA["vocab_size"], (4, 128))
-    lohan_fx.compile(model, cpu_profile(), nvme=nvme, host_memory=host_memory, policy=policy, revise=False)
+    options = {"nvme": nvme, "host_memory": host_memory, "policy": policy, "revise": False}
+    lohan_fx.compile(model, cpu_profile(), compute_dtype=usual_dtype(), **options)
     with lohan_fx.releasing(model):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, accumulation_steps=1)
         lohan_fx.prepare(model, input_ids=tokens, labels=tokens)

@@ -72,6 +72,15 @@ def cpu_profile() -> HardwareProfile:
     return dataclasses.replace(profile, device="cpu", host_memory_bytes=16 << 30)
 
 
+def usual_dtype() -> torch.dtype:
+    """For models of some size: bfloat16, or float32 on processors without kernels for it, which take a hundred times as long."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def train(
     model: Callable[..., Any], optimizer: Any, case: Case, steps: int = STEPS, *, seed: int | None = 1
 ) -> list[float]:

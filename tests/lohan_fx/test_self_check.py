@@ -19,6 +19,7 @@ from lohan_fx.self_check import (
     StepCheck,
     corrected,
     corrections,
+    may_be_beaten,
     scaled,
     typical,
     worth_revising,
@@ -133,3 +134,18 @@ def test_a_plan_is_revised_only_for_more_than_a_few_per_cent() -> None:
     now = prediction(compute=9.0)  # 10 s in all
     assert not worth_revising(now, prediction(compute=8.6))
     assert worth_revising(now, prediction(compute=8.4))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "beaten"),
+    [
+        ({"compute": 1.0, "ssd": 2.0}, False),  # compute binds: no other plan does less of it in less time
+        ({"compute": 1.04, "ssd": 1.0}, False),
+        ({"compute": 2.0, "ssd": 1.0}, True),  # another plan may recompute less and move more
+        ({"compute": 1.0, "ssd": 0.5}, True),
+        ({"compute": 1.5, "ssd": 1.5}, False),
+        ({}, False),
+    ],
+)
+def test_no_plan_is_searched_for_where_none_can_be_worth_revising(ratios: dict[str, float], beaten: bool) -> None:
+    assert may_be_beaten(prediction(compute=9.0, ssd=4.0), ratios) == beaten
