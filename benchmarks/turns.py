@@ -25,15 +25,16 @@ def serve(runs: Mapping[str, Callable[[], Any]], said: Any = None, end: Callable
         runs[name]()
         return time.perf_counter() - start_s
 
-    answer_each(seconds, said)
-    _answer(end())
+    answer_each(seconds, said, end)
 
 
-def answer_each(answer: Callable[[str], Any], said: Any = None) -> None:
-    """In the measured process: say that it is ready (and ``said``), and what ``answer`` returns for each line of stdin."""
+def answer_each(answer: Callable[[str], Any], said: Any = None, end: Callable[[], Any] = lambda: None) -> None:
+    """In the measured process: say that it is ready (and ``said``), what ``answer`` returns for each line of stdin, and what
+    ``end`` returns when no more comes."""
     _answer(said)
     for line in sys.stdin:
         _answer(answer(line.strip()))
+    _answer(end())
 
 
 def _answer(found: Any) -> None:
