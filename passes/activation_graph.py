@@ -35,7 +35,8 @@ class ActivationGraph:
     """What the search has to know of a model.
 
     ``graph``: edges producer -> consumer between forward values, by node name; inputs are left out, because they
-    are there anyway, and so are the forward's outputs. ``flops``, ``seconds``: what computing a value once costs.
+    are there anyway, and so are the forward's outputs. ``flops``, ``seconds``: what computing a value once costs; views cost
+    nothing here, also where they are timed: by one of an input that all blocks read, they would hang together.
     ``needed``: values that the backward reads. ``mandatory``: values that must be saved, because recomputation starts
     from them (the tensors between blocks) or would give other numbers (outputs of random ops, and of those that read
     what the forward changes).
@@ -65,7 +66,7 @@ def activation_graph(joint: GraphModule, *, num_outputs: int, node_seconds: Call
     found = ActivationGraph(
         graph=graph,
         flops={name: cost.flops for name, cost in costs.items()},
-        seconds={name: node_seconds(cost) for name, cost in costs.items()},
+        seconds={name: 0.0 if cost.is_view else node_seconds(cost) for name, cost in costs.items()},
         activations=activations,
         needed=needed,
         mandatory=frozenset(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,31 +27,32 @@ else:
 
 
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import turns
+    return importlib.import_module("turns")
 
-    script = tmp_path / "child.py"
+
+def process(turns: ModuleType, folder: Path, what: str) -> Any:
+    script = folder / "child.py"
     script.write_text(CHILD)
-    return lambda what: turns.Process([str(script), str(BENCHMARKS), what])
+    return turns.Process([str(script), str(BENCHMARKS), what])
 
 
-def test_each_line_has_its_answer_and_the_end_too(process) -> None:  # type: ignore[no-untyped-def]
-    found = process("answers")
+def test_each_line_has_its_answer_and_the_end_too(turns: ModuleType, tmp_path: Path) -> None:
+    found = process(turns, tmp_path, "answers")
     assert found.said == "ready"
     assert [found.ask(line) for line in ("x", "y")] == [{"asked": "x"}, {"asked": "y"}]
     assert found.end() == "done"
 
 
-def test_runs_are_timed(process) -> None:  # type: ignore[no-untyped-def]
-    found = process("runs")
+def test_runs_are_timed(turns: ModuleType, tmp_path: Path) -> None:
+    found = process(turns, tmp_path, "runs")
     assert found.said == {"predicted_s": 1.0}
     assert 0 <= found.run("nothing") < 60
     assert found.end() == [1, 2]
 
 
-def test_an_end_without_an_answer_is_told(process) -> None:  # type: ignore[no-untyped-def]
-    found = process("answers")
-    with pytest.raises(SystemExit, match="ended with status 3") as ended:
+def test_an_end_without_an_answer_is_told(turns: ModuleType, tmp_path: Path) -> None:
+    found = process(turns, tmp_path, "answers")
+    with pytest.raises(turns.Ended, match="ended with status 3"):
         found.ask("die")
-    assert type(ended.value) is sys.modules["turns"].Ended

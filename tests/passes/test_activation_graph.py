@@ -41,6 +41,14 @@ def test_closure_notes_the_saved_values_that_it_starts_from() -> None:
     assert reached == {"b"}
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_views_cost_nothing_also_where_they_are_timed(name: str) -> None:
+    subject = captured(name)
+    found = activation_graph(subject.joint, num_outputs=subject.num_outputs, node_seconds=lambda cost: 1.0)
+    views = {n.name for n in forward_nodes(subject.joint, subject.num_outputs) if meta.cost(n).is_view}
+    assert views and found.seconds == {name: float(name not in views) for name in found.graph}
+
+
 def test_two_layers_by_hand() -> None:
     found = graph_of(captured("two-layers"))
     assert list(found.graph) == ["t", "addmm", "relu", "t_1", "mm", "pow_1"]
