@@ -32,14 +32,22 @@ class HeldGradients:
         self._states = states
         self._slots = slots
         self._residency = residency
-        self.hold_bytes = 0
-        self._taken_bytes = 0
         self._placed: dict[int, dict[torch.dtype, int | None]] = {}
+        self.hold_bytes = 0
         self._late: set[int] = set()
         self._deferred: set[int] = set()
         self._planned: dict[int, tuple[torch.device | None, int]] = {}
 
     # --- where ------------------------------------------------------------------------------------------------
+
+    @property
+    def hold_bytes(self) -> int:
+        return self._hold_bytes
+
+    @hold_bytes.setter
+    def hold_bytes(self, nbytes: int) -> None:
+        self._hold_bytes = nbytes
+        self._forget_places()
 
     def apply_plan(self, plan: Plan, device: torch.device) -> None:
         """Note where ``plan`` wants each gradient to wait, and what it leaves for those that it does not speak of."""
@@ -112,7 +120,7 @@ class HeldGradients:
         return self._planned.get(slot, (torch.device("cpu"), 0))
 
     def _in_memory(self, slot: int, dtype: torch.dtype) -> bool:
-        """Whether a gradient of ``slot`` waits in memory, decided once for a plan: what came first stays."""
+        """Whether a gradient of ``slot`` waits in memory, decided once for a plan and ``hold_bytes``: what came first stays."""
         memory, planned_bytes = self._plan_of(slot)
         placed = self._placed.setdefault(slot, {})
         if dtype not in placed:
