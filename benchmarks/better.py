@@ -2,9 +2,9 @@
 
     python benchmarks/better.py [--cases 1,6 --random 20 --rounds 1] [--save]
 
-The models, batches and limits are those of ``prediction.py``, by number. The candidates, one after the other in one process,
-which saves half the time: the searched plan, all keep, all swap, all recompute, every policy that this runtime runs,
-and ``--random`` random feasible plans (what is done with each activation, and which parameters and states stay in memory,
+The models, batches and limits are those of ``prediction.py``, by number. The candidates, one after the other in one process
+and so without importing and timing ops anew: the searched plan, all keep, all swap, all recompute, every policy that this
+runtime runs, and ``--random`` random feasible plans (what is done with each activation, and which parameters and states stay in memory,
 drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
 candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
 equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
@@ -30,7 +30,7 @@ import workload
 from prediction import CASES, Case
 from report import arguments, at_least_one, finish, profile, today, with_saved
 from turns import Ended, Process, answer_each
-from workload import Streamed, case_arguments, chosen, memory_bytes, streamed
+from workload import Streamed, case_arguments, chosen, streamed
 
 import lohan_fx
 from lohan_fx.errors import InfeasiblePlan
@@ -98,7 +98,6 @@ def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
 
 def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, Any]:
     """In the measured process: the seconds of the steps by one plan, or why there are none."""
-    rss_bytes = memory_bytes("VmRSS")
     try:
         ours = compiled(name, Case(**json.loads(args.child)), args)
     except InfeasiblePlan as error:
@@ -118,7 +117,7 @@ def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, 
             seconds.append(took_s)
             break
     lohan_fx.release(ours.model)
-    return {"seconds": seconds, "predicted_s": prediction.step_s, "rss_before_bytes": rss_bytes}
+    return {"seconds": seconds, "predicted_s": prediction.step_s}
 
 
 def serve(args: argparse.Namespace) -> None:
