@@ -5,8 +5,8 @@
 The models, batches and limits are those of ``prediction.py``, by number. The candidates, one after the other in one process
 and so without importing and timing ops anew: the searched plan, all keep, all swap, all recompute, every policy that this
 runtime runs, and ``--random`` random feasible plans (what is done with each activation, and which parameters and states
-stay in memory, drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that. A
-candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
+stay in memory, drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that.
+A candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
 equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
 ``--finals`` alternating rounds of processes of their own, and these alone decide. Bar: 1.03x the best. With ``--save``
 the cases that an earlier run saved, and this one did not compare, stay.
