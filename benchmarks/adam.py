@@ -25,6 +25,8 @@ from lohan_fx.runtime.adam import AdamOptions
 
 CHUNK = 1 << 20
 CHUNKS = 24
+BUFFERS = 4
+"""Of the optimizer in the runtime, each with room for the fp32 gradient."""
 BYTES_PER_PARAMETER = 28
 LEAST = {"ratio_to_copy": 0.85, "ratio_to_torch_fused": 1.0, "ratio_to_deepspeed": 1.3}
 OPTIONS = AdamOptions(
@@ -37,18 +39,23 @@ State = tuple[torch.Tensor, ...]
 
 def states() -> list[State]:
     made: list[State] = []
+    buffers = itertools.cycle([torch.rand(CHUNK) for _ in range(BUFFERS)])
     for _ in range(CHUNKS):
-        master, exp_avg, exp_avg_sq, scratch = (torch.rand(CHUNK) for _ in range(4))
+        master, exp_avg, exp_avg_sq = (torch.rand(CHUNK) for _ in range(3))
+        scratch = next(buffers)
         made.append((master, exp_avg, exp_avg_sq, scratch, torch.rand(CHUNK).bfloat16(), master.bfloat16()))
     return made
 
 
 def ours(state: State) -> None:
-    """What ``ChunkUpdate.compute`` does."""
+    """What ``ChunkUpdate.compute`` does with a chunk in a staging buffer."""
     master, exp_avg, exp_avg_sq, scratch, gradient, copy = state
-    scratch.copy_(gradient)
-    adam.update(OPTIONS, 3, master, scratch, exp_avg, exp_avg_sq)
-    copy.copy_(master)
+    each = adam.part_elements()
+    for start in range(0, CHUNK, each):
+        part = slice(start, start + each)
+        wide = scratch[: min(each, CHUNK - start)].copy_(gradient[part])
+        adam.update(OPTIONS, 3, master[part], wide, exp_avg[part], exp_avg_sq[part])
+        copy[part].copy_(master[part])
 
 
 def torch_fused() -> Callable[[State], None]:

@@ -99,6 +99,19 @@ def _better(found: Figures) -> str:
     return "; ".join(f"{case['case']}: {case['ratio']:.3f}x the best ({case['best']})" for case in found["cases"])
 
 
+def _sizes(found: Figures) -> str:
+    return "; ".join(
+        f"{case['case']}: {case['ratio']:.3f}x the best ({', '.join(_size(one) for one in case['sizes'].values())})"
+        for case in found["cases"]
+    )
+
+
+def _size(found: Figures) -> str:
+    return (
+        f"{found['io_bytes'] / 2**20:g} MiB {number(found['measured_s'])} s, predicted {number(found['predicted_s'])}"
+    )
+
+
 def _paced(found: Figures) -> str:
     errors = [abs(case["simulated_s"] / case["measured_s"] - 1) for case in found["cases"]]
     return f"median {_median(errors)}, worst {max(errors):.0%} off in {len(errors)} cases"
@@ -129,6 +142,7 @@ ROWS = (
     Row("larger_than_memory_3b", "The same with 3B, built on `meta`", "peak RSS < 6 GB", _memory),
     Row("prediction", "Step time predicted", "10 % in 10 of 12, none beyond 20 %", _prediction),
     Row("better", "The searched plan over the best of all policies and random plans", "<= 1.03", _better),
+    Row("request_sizes", "Requests as large as the search chooses over the best size", "<= 1.03", _sizes),
     Row("paced_lanes", "Step time simulated, where all rates are known", "15 %", _paced),
     Row("paper_tables", "The papers' claims, computed", "80 %", _papers),
 )

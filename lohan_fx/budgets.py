@@ -54,10 +54,10 @@ def available_memory_bytes() -> int:
 def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts], *, shared: bool = False) -> Windows:
     """Windows and staging for a promise of ``host_memory_bytes``: about an eighth of it, less where that is plenty.
 
-    What the planner begins with; only ``chunk_elements``, by which the store is laid out, must be known before the graphs
-    are (``staging`` changes the rest by what it saves). Beside a GPU a layer's gradients come in a burst, and what host
-    memory holds of them is what the drives work on until the next. On a CPU (``shared``) each request takes time from compute,
-    so there are fewer and larger ones where that costs no larger share of the promise (docs/0030).
+    What the planner begins with; ``staging`` changes buffers and sizes by what that saves. Beside a GPU a layer's gradients
+    come in a burst, and what host memory holds of them is what the drives work on until the next. On a CPU (``shared``) each
+    request takes time from compute, so there are fewer and larger ones where that costs no larger share of the promise
+    (docs/0030).
     """
     layer_bytes, layer_elements = largest_layer(parameters)
     roomy = host_memory_bytes >= 1024 * MIB

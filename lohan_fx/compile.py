@@ -22,6 +22,7 @@ from lohan_fx.request import Request
 from lohan_fx.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.staging import least_chunk_elements
 from lohan_fx.store_directories import Directories, bandwidths, directories_for, is_temporary
 from lohan_fx.weight_files import Weights, open_weights
 
@@ -125,6 +126,7 @@ def compile(
         plan=plan,
         revise=revise,
         segments=segments,
+        chooses_sizes=plan is None and not manifests,
     )
     with contextlib.ExitStack() as undo:
         directories, cleanup = directories_for(nvme, hw)
@@ -141,7 +143,8 @@ def compile(
             undo.callback(install(buffers_to_resume(model, initialize)))
             take_up(model, engine, manifests[-1])
         else:
-            allocate(engine, found, checkpoints)
+            least = least_chunk_elements(windows) if request.chooses_sizes else windows.chunk_elements
+            allocate(engine, found, checkpoints, least)
             undo.callback(install(fill(engine, model, found, initialize, files)))
         originals = {slot: original for slot, (_, original) in found.items()}
         CompiledModel(model, engine, request, originals, cleanup, before=before).attach()

@@ -223,10 +223,11 @@ class CompiledModel:
         self._give_back()
 
     def request(self) -> Request:
-        """What ``compile`` was asked for, the homes that the last plan gave to the parameters, and whether gradients are
-        held by now."""
+        """What ``compile`` was asked for, the homes that the last plan gave to the parameters, whether gradients are held by
+        now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
-        return dataclasses.replace(self._request, homes=homes, holds=self.engine.updates.holds)
+        sizes = self._request.chooses_sizes and not self.engine.states.cut
+        return dataclasses.replace(self._request, homes=homes, holds=self.engine.updates.holds, chooses_sizes=sizes)
 
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
@@ -244,6 +245,7 @@ class CompiledModel:
             self.checks.forget()
         # The first plan fixes the staging buffers of the runtime; later ones have to count on these.
         self._request = settled(self._request, plan.windows) if self._request.chooses_staging else self._request
+        self.engine.states.chunk_elements = plan.windows.chunk_elements
         self.plans.append(plan)
         self.halves.append(halves)
         self._untidy_calls = 2

@@ -26,13 +26,14 @@ Files = Mapping[str, StoredTensor]
 _SHOWN = 3
 
 
-def allocate(engine: Engine, found: Found, checkpoints: int) -> None:
-    """Take the disk space for all parameters; moments are zeros, which is what unwritten extents read as."""
+def allocate(engine: Engine, found: Found, checkpoints: int, chunk_elements: int) -> None:
+    """Take the disk space for all parameters, which checkpoints keep in pieces of ``chunk_elements``; moments are zeros,
+    which is what unwritten extents read as."""
     extents: dict[str, int] = {}
     chunk_bytes: dict[str, int] = {}
     for slot, _ in found.values():
-        extents.update(slot.extents(engine.states.chunk_elements))
-        chunk_bytes.update(slot.chunk_bytes(engine.states.chunk_elements))
+        extents.update(slot.extents(chunk_elements))
+        chunk_bytes.update(slot.chunk_bytes(chunk_elements))
     engine.wear.refuse_to_store(sum(_stored_bytes(slot) for slot, _ in found.values()))
     if checkpoints:
         engine.store.keep_generations(checkpoints)

@@ -182,6 +182,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
         budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts)),
         windows=windows,
         plan=None,
+        chooses_sizes=True,
         holds=asked.clipping or asked.compute_dtype is torch.float16,
     )
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 
 from lohan_fx import machine
@@ -79,6 +80,24 @@ class NvmeProfile:
     def __post_init__(self) -> None:
         _check_fields(self)
         _set(self, "by_request", _elements(self, "by_request", RequestRate))
+
+    def at_requests(self, nbytes: int) -> Self:
+        """The same drive with its rates for reads and writes of ``nbytes``: between two measured sizes on the line over the
+        logarithm of the size, beyond them those of the nearest; as they are where none was measured."""
+        measured = sorted(self.by_request, key=lambda rate: rate.request_bytes)
+        if not measured:
+            return self
+        sizes = [math.log(rate.request_bytes) for rate in measured]
+
+        def between(rates: Sequence[float]) -> float:
+            return float(np.interp(math.log(nbytes), sizes, rates))
+
+        return replace(
+            self,
+            read_bytes_per_s=between([rate.read_bytes_per_s for rate in measured]),
+            write_bytes_per_s=between([rate.write_bytes_per_s for rate in measured]),
+            mixed_bytes_per_s=between([rate.mixed_bytes_per_s for rate in measured]),
+        )
 
 
 @dataclass(frozen=True)
@@ -212,24 +231,8 @@ class HardwareProfile:
         return torch.float32 if self.lacks_kernels(torch.bfloat16) else torch.bfloat16
 
     def at_requests(self, nbytes: int) -> Self:
-        """The same machine with its drives' rates for reads and writes of ``nbytes``: those of the measured size that is
-        nearest by ratio; as they are where none was measured."""
-
-        def distance(rate: RequestRate) -> float:
-            return abs(math.log(rate.request_bytes / nbytes))
-
-        drives = []
-        for drive in self.nvme:
-            rate: RequestRate | NvmeProfile = min(drive.by_request, key=distance, default=None) or drive
-            drives.append(
-                replace(
-                    drive,
-                    read_bytes_per_s=rate.read_bytes_per_s,
-                    write_bytes_per_s=rate.write_bytes_per_s,
-                    mixed_bytes_per_s=rate.mixed_bytes_per_s,
-                )
-            )
-        return replace(self, nvme=tuple(drives))
+        """The same machine with its drives' rates for reads and writes of ``nbytes`` (``NvmeProfile.at_requests``)."""
+        return replace(self, nvme=tuple(drive.at_requests(nbytes) for drive in self.nvme))
 
     @property
     def ssd_read_bytes_per_s(self) -> float:

@@ -201,14 +201,16 @@ def _adam_parameters_per_s(device: str, seconds: float) -> float:
     """Rate of the runtime's update of a chunk (two casts and fused AdamW) on the processor, whatever the compute device
     is, with all threads, over more memory than a cache holds."""
     del device
-    chunks = [[torch.rand(_ADAM_CHUNK) for _ in range(4)] for _ in range(_ADAM_CHUNKS)]
-    half = torch.rand(_ADAM_CHUNK).bfloat16()
+    chunks = [[torch.rand(_ADAM_CHUNK) for _ in range(3)] for _ in range(_ADAM_CHUNKS)]
+    half, each = torch.rand(_ADAM_CHUNK).bfloat16(), min(adam.part_elements(), _ADAM_CHUNK)
+    gradient = torch.empty(each)
 
     def update() -> None:
-        for master, gradient, mean, square in chunks:
-            gradient.copy_(half)
-            adam.update(_ADAM_OPTIONS, 1, master, gradient, mean, square)
-            half.copy_(master)
+        for parts in (zip(*(array.split(each) for array in (*chunk, half)), strict=True) for chunk in chunks):
+            for master, mean, square, cast in parts:
+                gradient.copy_(cast)
+                adam.update(_ADAM_OPTIONS, 1, master, gradient, mean, square)
+                cast.copy_(master)
 
     return _ADAM_CHUNK * _ADAM_CHUNKS / _median_seconds(update, "cpu", seconds)
 

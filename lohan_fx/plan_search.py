@@ -94,16 +94,25 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
 
     free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
     per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
-    chunks = -(-largest_layer(problem.parameters)[1] // plan.windows.chunk_elements)
     found = staging.choose(
-        plan.windows, step_s, layer_chunks=chunks, shared=shared, per_byte_s=per_byte_s, free_bytes=free
+        plan.windows,
+        step_s,
+        layer_elements=largest_layer(problem.parameters)[1],
+        shared=shared,
+        per_byte_s=per_byte_s,
+        free_bytes=free,
+        sizes=request.chooses_sizes and any(drive.by_request for drive in request.hw.nvme),
     )
     more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
-    if 0 <= more <= free:
+    if 0 <= more <= free and staging.same_sizes(found.windows, plan.windows):
         return staging.with_staging(plan, found, more)
     asked = settled(request, found.windows)
+    changed = dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows)
+    if not staging.same_sizes(found.windows, plan.windows):
+        keeping = rewrites.halves(_keep_everything(request))
+        changed = dataclasses.replace(changed, ends=step_ends(keeping, node_seconds(request), asked.windows))
     try:
-        again = make_plan(dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows), request.hw)
+        again = make_plan(changed, asked.hw)
     except InfeasiblePlan:
         return plan
     return staging.with_staging(again, found, 0)

@@ -32,9 +32,9 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
 
 def predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
     """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they need more memory than ``plan`` was promised."""
+    request = settled(request, plan.windows)
     work = traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
-    fixed_bytes = settled(request, plan.windows).budgets.fixed_bytes
-    device, host = resident_bytes(plan)[0], host_bytes(fixed_bytes, plan)
+    device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
     device += device_peak(halves, plan)
     if request.budgets.shared:
         host += device

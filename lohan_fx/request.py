@@ -22,8 +22,8 @@ class Request:
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
-    may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``holds``: all gradients wait for
-    ``step()`` (docs/0014).
+    may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
+    are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014).
     """
 
     hw: HardwareProfile
@@ -39,18 +39,22 @@ class Request:
     revise: bool = True
     segments: str = inductor.BOXED
     chooses_staging: bool = True
+    chooses_sizes: bool = False
     holds: bool = False
 
 
 def settled(request: Request, windows: Windows) -> Request:
-    """``request`` with the staging of ``windows`` from now on: its bytes count as spent, and nobody changes it again."""
+    """``request`` with the staging of ``windows`` from now on: its bytes count as spent, drives have their rates for requests
+    of its sizes, and nobody changes it again."""
     shared = request.budgets.shared
     more = staging_bytes(windows, shared=shared) - staging_bytes(request.windows, shared=shared)
     return dataclasses.replace(
         request,
+        hw=request.hw.at_requests(windows.io_bytes),
         windows=staging.with_buffers_of(request.windows, windows),
         budgets=dataclasses.replace(request.budgets, fixed_bytes=request.budgets.fixed_bytes + more),
         chooses_staging=False,
+        chooses_sizes=False,
     )
 
 

@@ -15,8 +15,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from lohan_fx.hardware import FrozenMapping, HardwareProfile
+from lohan_fx.hardware import FrozenMapping, HardwareProfile, NvmeProfile, RequestRate
 from lohan_fx.plan import UPDATES_LANE, Prediction, Stage
 from lohan_fx.runtime.timeline import LaneTotals, Timeline
 
@@ -30,6 +31,8 @@ REVISION_GAIN = 0.05
 NEGLIGIBLE = 0.02
 """A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
 MOST_CORRECTION = 20.0
+
+Rates = TypeVar("Rates", NvmeProfile, RequestRate)
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,7 @@ def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfi
     """``hw`` with each lane's rates divided by its ratio (see ``corrections``)."""
     compute, ssd, cpu = (ratios.get(lane, 1.0) for lane in ("compute", "ssd", "cpu"))
     drives = tuple(
-        replace(
-            drive,
-            read_bytes_per_s=drive.read_bytes_per_s / ssd,
-            write_bytes_per_s=drive.write_bytes_per_s / ssd,
-            mixed_bytes_per_s=drive.mixed_bytes_per_s / ssd,
-        )
+        replace(_slower(drive, ssd), by_request=tuple(_slower(rate, ssd) for rate in drive.by_request))
         for drive in hw.nvme
     )
     return replace(
@@ -125,6 +123,15 @@ def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfi
         adam_parameters_per_s=hw.adam_parameters_per_s / cpu,
         host_memory_bytes_per_s=hw.host_memory_bytes_per_s / cpu,
         nvme=drives,
+    )
+
+
+def _slower(rates: Rates, ratio: float) -> Rates:
+    return replace(
+        rates,
+        read_bytes_per_s=rates.read_bytes_per_s / ratio,
+        write_bytes_per_s=rates.write_bytes_per_s / ratio,
+        mixed_bytes_per_s=rates.mixed_bytes_per_s / ratio,
     )
 
 

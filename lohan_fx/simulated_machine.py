@@ -96,17 +96,27 @@ class SimulatedMachine:
         crossings = 2 if self.on_cpu else 1
         return Job(lane, label, nbytes / rate, nbytes, cores=float(self.on_cpu), memory_bytes_per_s=crossings * rate)
 
-    def reading(self, extent: str, nbytes: int) -> Job:
+    def reading(self, extent: str, nbytes: int, requests: int = 1) -> Job:
+        """A read of the drives that stands for so many ``requests``."""
         rate = self._of_drives(self.hw.ssd_read_bytes_per_s, extent)
-        return self._request(f"read {extent}", "read", nbytes, rate)
+        return self._request(f"read {extent}", "read", nbytes, rate, requests)
 
-    def writing(self, extent: str, nbytes: int) -> Job:
+    def writing(self, extent: str, nbytes: int, requests: int = 1) -> Job:
+        """A write, as ``reading``."""
         rate = self._of_drives(self.hw.ssd_write_bytes_per_s, extent)
-        return self._request(f"write {extent}", "write", nbytes, rate)
+        return self._request(f"write {extent}", "write", nbytes, rate, requests)
 
-    def _request(self, label: str, drive: str, nbytes: int, rate: float) -> Job:
+    def of_io(self, nbytes: int) -> int:
+        """Requests of ``io_bytes`` that a piece (``pieces``) stands for."""
+        return -(-nbytes // self.plan.windows.io_bytes)
+
+    def of_chunk(self, elements: int) -> int:
+        """Chunks that a piece (``chunks``) stands for."""
+        return -(-elements // self.plan.windows.chunk_elements)
+
+    def _request(self, label: str, drive: str, nbytes: int, rate: float, requests: int) -> Job:
         hw = self.hw
-        core_s = hw.io_core_s_per_request + hw.io_core_s_per_byte * nbytes
+        core_s = requests * hw.io_core_s_per_request + hw.io_core_s_per_byte * nbytes
         cores = min(1.0, core_s * rate / nbytes) if self.on_cpu and nbytes else 0.0
         return Job("ssd", label, nbytes / rate, nbytes, drive=drive, cores=cores, memory_bytes_per_s=rate)
 

@@ -203,10 +203,10 @@ class SimulatedOptimizer:
             machine.pool["gradients"].release()
         writes = self._writes(chunk)
         done = Countdown(len(writes), functools.partial(self._finished, chunk))
+        requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in writes:
-            machine.ssd.submit(
-                self._move(machine.writing(extent, nbytes), done.one_less), priority=STATE_WRITE_PRIORITY
-            )
+            written = self._move(machine.writing(extent, nbytes, requests), done.one_less)
+            machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY)
 
     def _start_reading(self, chunk: _Chunk) -> bool:
         if not self._machine.pool["optimizer"].try_acquire():
@@ -218,10 +218,12 @@ class SimulatedOptimizer:
         machine = self._machine
         chunk.has_buffer = True
         machine.memory.touch("optimizer", self._touched_bytes(chunk))
+        requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in self._reads(chunk):
             done = machine.clock.signal()
             chunk.reads.append(done)
-            machine.ssd.submit(self._move(machine.reading(extent, nbytes), done.set), priority=STATE_READ_PRIORITY)
+            read = self._move(machine.reading(extent, nbytes, requests), done.set)
+            machine.ssd.submit(read, priority=STATE_READ_PRIORITY)
 
     def _move(self, job: Job, done: Callable[[], None]) -> Thread:
         yield job

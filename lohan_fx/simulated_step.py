@@ -110,6 +110,7 @@ def _simulated(
         raise ValueError(f"steps is {steps}: simulate at least one")
     if any(p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in plan.parameters) and program.backward:
         steps += 1
+    hw = hw.at_requests(plan.windows.io_bytes)
     machine = SimulatedMachine(plan, hw, fused_adam=fused_adam, transfers=transfers)
     step = _Step(machine, program)
     machine.clock.start(step.run(steps))

@@ -117,7 +117,7 @@ class SimulatedTransfers:
             left.one_less()
 
     def _write(self, away: _Away, nbytes: int, left: Countdown) -> Thread:
-        yield self._machine.writing(away.extent, nbytes)
+        yield self._machine.writing(away.extent, nbytes, self._machine.of_io(nbytes))
         self._machine.pool["swap_out"].release()
         left.one_less()
 
@@ -165,14 +165,14 @@ class SimulatedTransfers:
         self._machine.ssd.submit(read, priority=FETCH_PRIORITY)
 
     def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
-        yield self._machine.reading(extent, nbytes)
+        yield self._machine.reading(extent, nbytes, self._machine.of_io(nbytes))
         landed.one_less()
 
     def _read(
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown
     ) -> Thread:
         machine = self._machine
-        yield machine.reading(extent, nbytes)
+        yield machine.reading(extent, nbytes, machine.of_io(nbytes))
 
         def copied() -> None:
             machine.pool[purpose].release()

@@ -1,4 +1,4 @@
-"""staging: how many buffers of host memory pay: the part of the joint decision that no formula of lanes can see.
+"""staging: how many buffers of host memory pay, and how large ones: what of the joint decision no formula of lanes can see.
 
 The formula takes every lane as always at work. On a machine a layer's gradients come in a burst, and layers with states
 on NVMe between others without; what staging holds of them, with the states that are read ahead, is what the drives work
@@ -6,15 +6,17 @@ on until the next one. What it holds of parameters lets them read ahead too (Fuy
 sizes are simulated on the plan's own graphs. More bytes must save more seconds than anything else would with them
 (``Division.per_byte_s``), as far as the plan leaves none free.
 
-``chunk_elements`` and ``io_bytes`` stay: the store is laid out by the first, and the second is what drives want.
+Sizes come first: larger requests are fewer, each of which costs a processor time, and drives may move more by them; smaller
+ones leave memory to others, and overlap more finely (docs/0031).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lohan_fx.budgets import staging_bytes
 from lohan_fx.plan import Division, Plan, Share, Tier, Use, Windows
@@ -29,6 +31,9 @@ WORTH_IT = 0.005
 TRANSFERS = 8_000
 """Of a step that are simulated one by one to judge a candidate."""
 PURPOSES = ("optimizer_buffers", "gradient_buffers", "io_buffers")
+FACTORS = (Fraction(1, 2), Fraction(2))
+"""Of the sizes that the planner begins with: what else is tried."""
+SIZES = ("chunk_elements", "io_bytes")
 
 StepSeconds = Callable[[Windows], float]
 """Simulated seconds of a step with these windows."""
@@ -47,10 +52,17 @@ class Staging:
 
 
 def choose(
-    windows: Windows, step_s: StepSeconds, *, layer_chunks: int, shared: bool, per_byte_s: float, free_bytes: int
+    windows: Windows,
+    step_s: StepSeconds,
+    *,
+    layer_elements: int,
+    shared: bool,
+    per_byte_s: float,
+    free_bytes: int,
+    sizes: bool = False,
 ) -> Staging:
     """The staging with the least ``step_s`` and price, beginning with ``windows``, of which all bytes are paid.
-    ``layer_chunks``: how many chunks the largest layer has.
+    ``layer_elements``: how many elements of the largest layer are trained; ``sizes``: whether sizes may change too.
 
     ``free_bytes`` of host memory cost nothing; beyond them each costs ``per_byte_s``, and where there are none each one
     less earns as much.
@@ -62,25 +74,39 @@ def choose(
         more = staging_bytes(asked, shared=shared) - began_bytes
         return per_byte_s * (max(0, more - free_bytes) if more > 0 or free_bytes else more)
 
-    best = windows
-    for purpose in PURPOSES:
-        if shared and purpose == "gradient_buffers":
-            continue  # gradients are updated where they are
-        for asked in _others(best, purpose, layer_chunks):
+    def better(best: Windows, others: Iterable[Windows]) -> Windows:
+        for asked in others:
             if seconds(asked) + price_s(asked) < seconds(best) + price_s(best) - WORTH_IT * seconds(best):
                 best = asked
+        return best
+
+    best = better(windows, _resized(windows)) if sizes else windows
+    layer_chunks = -(-layer_elements // best.chunk_elements)
+    for purpose in PURPOSES:
+        if not (shared and purpose == "gradient_buffers"):  # gradients are updated where they are
+            best = better(best, _others(best, purpose, layer_chunks))
     least = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
     return Staging(best, seconds(best), seconds(windows), seconds(least), per_byte_s)
 
 
-def _others(best: Windows, purpose: str, layer_chunks: int) -> Iterator[Windows]:
+def least_chunk_elements(windows: Windows) -> int:
+    """Of the sizes that ``choose`` tries: by these the store is laid out, so that each of them is a whole number of them."""
+    return int(windows.chunk_elements * min(FACTORS))
+
+
+def _resized(windows: Windows) -> Iterator[Windows]:
+    for factor in FACTORS:
+        yield dataclasses.replace(windows, **{size: int(getattr(windows, size) * factor) for size in SIZES})
+
+
+def _others(best: Windows, purpose: str, layer_chunks: int) -> list[Windows]:
     """``best`` with other numbers of buffers of one purpose."""
     count = getattr(best, purpose)
     if count <= 1:
-        return  # one optimizer buffer is LoHan's naive handler
+        return []  # one optimizer buffer is LoHan's naive handler
     most = 4 * LEAST_BUFFERS if purpose == "io_buffers" else layer_chunks
-    for tried in sorted({LEAST_BUFFERS, *(max(LEAST_BUFFERS, round(most * share)) for share in SHARES)} - {count}):
-        yield dataclasses.replace(best, **{purpose: tried})
+    tried = {LEAST_BUFFERS, *(max(LEAST_BUFFERS, round(most * share)) for share in SHARES)} - {count}
+    return [dataclasses.replace(best, **{purpose: number}) for number in sorted(tried)]
 
 
 def with_staging(plan: Plan, found: Staging, extra_bytes: int) -> Plan:
@@ -96,8 +122,13 @@ def with_staging(plan: Plan, found: Staging, extra_bytes: int) -> Plan:
 
 
 def with_buffers_of(windows: Windows, other: Windows) -> Windows:
-    """``windows`` with as many buffers as ``other`` has."""
-    return dataclasses.replace(windows, **{purpose: getattr(other, purpose) for purpose in PURPOSES})
+    """``windows`` with as many buffers as ``other`` has, and of its sizes."""
+    return dataclasses.replace(windows, **{name: getattr(other, name) for name in (*PURPOSES, *SIZES)})
+
+
+def same_sizes(windows: Windows, other: Windows) -> bool:
+    """Whether the requests of both are equally large."""
+    return all(getattr(windows, size) == getattr(other, size) for size in SIZES)
 
 
 def _shares(division: Division, found: Staging, extra_bytes: int) -> Iterator[Share]:
@@ -116,7 +147,10 @@ def note(found: Staging, *, shared: bool) -> str:
     """Which staging was chosen, and why."""
     windows = found.windows
     size = format_bytes(staging_bytes(windows, shared=shared))
-    counts = [f"{windows.io_buffers} buffers per lane", f"{windows.optimizer_buffers} for updates"]
+    counts = [
+        f"{windows.io_buffers} buffers of {format_bytes(windows.io_bytes)} per lane",
+        f"{windows.optimizer_buffers} of {windows.chunk_elements:,} elements for updates",
+    ]
     counts += [] if shared else [f"{windows.gradient_buffers} for gradients"]
     why = [f"simulated {format_seconds(found.step_s)} a step"]
     if found.least_s > found.step_s * (1 + WORTH_IT):

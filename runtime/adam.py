@@ -18,7 +18,8 @@ import torch
 from torch.optim import adam as torch_adam
 
 LOOP_ELEMENTS = 1 << 18
-"""The unfused update makes several passes; over pieces of this size they stay in cache (measured: 1.6x at 1 << 20)."""
+"""What makes several passes stays in a core's share of the caches over pieces of this size: the unfused update (measured:
+1.6x the time at 1 << 20), and the fused one with the casts before and after it (1.06 to 1.1x)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class AdamOptions:
     fused: bool
 
 
+def part_elements() -> int:
+    """How much of a parameter to cast, update and cast back at a time, by the threads of the calling one."""
+    return LOOP_ELEMENTS * torch.get_num_threads()
+
+
 def update(
     options: AdamOptions,
     steps_done: int,
@@ -44,6 +50,9 @@ def update(
     exp_avg_sq: torch.Tensor,
 ) -> None:
     """Update flat fp32 ``master``, ``exp_avg`` and ``exp_avg_sq`` in place; ``gradient`` is fp32, of the same size."""
+    if options.fused and master.device.type == "cpu":
+        _fused_on_cpu(options, steps_done, master, gradient, exp_avg, exp_avg_sq)
+        return
     piece = master.numel() if options.fused else LOOP_ELEMENTS
     function = torch_adam._fused_adam if options.fused else _unfused
     for start in range(0, master.numel(), max(piece, 1)):
@@ -69,6 +78,34 @@ def update(
             differentiable=False,
             decoupled_weight_decay=options.decoupled,
         )
+
+
+def _fused_on_cpu(
+    options: AdamOptions,
+    steps_done: int,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+) -> None:
+    """The kernel by itself: ``torch.optim.adam._fused_adam`` takes 75 microseconds of Python before it, of which a single
+    tensor on a CPU needs none."""
+    kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    kernel(
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(steps_done + 1))],
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=options.maximize,
+    )
 
 
 def _never_compiling(function: Any) -> Any:

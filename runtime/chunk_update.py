@@ -87,13 +87,17 @@ class ChunkUpdate:
         states = self.states
         assert states is not None
         with machine.timeline.span("cpu", f"update of {self.chunk.parameter.name}", self.chunk.elements * 4):
-            gradient = states.sum_gradient(arrived, self.factors)
-            if self.held is not None and self.measures:
-                self.held.norms[self.chunk.start] = norm_of(gradient)
-            if self.updates:
-                assert self.options is not None
-                adam.update(self.options, self.steps_done, states.master, gradient, states.exp_avg, states.exp_avg_sq)
-                states.make_compute_copy(machine.link)
+            if not self.updates:
+                gradient = states.sum_gradient(arrived)
+                if self.held is not None and self.measures:
+                    self.held.norms[self.chunk.start] = norm_of(gradient)
+                return
+            assert self.options is not None
+            for part in states.parts(adam.part_elements()):
+                gradient = states.gradient(arrived, part, self.factors)
+                moments = states.exp_avg[part], states.exp_avg_sq[part]
+                adam.update(self.options, self.steps_done, states.master[part], gradient, *moments)
+                states.make_compute_copy(machine.link, part)
 
 
 class Countdown:

@@ -95,11 +95,12 @@ class Generations:
 
     def read(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
         """Fill ``view`` from ``start`` of the extent. ``StoreError`` where it is not what was once written."""
-        for span in versions.spans(start, start + len(view)):
-            part = view[span.start - start : span.end - start]
-            self._files.read_pieces(versions.pieces(span.chunk), span.start, part, what)
-            if versions.must_check(span):
-                self._check(versions, span, part, what)
+        for spans in versions.runs(versions.spans(start, start + len(view))):
+            part = _part(view, start, spans)
+            self._files.read_pieces(versions.pieces(spans[0].chunk), spans[0].start, part, what)
+            for span in spans:
+                if versions.must_check(span):
+                    self._check(versions, span, _part(view, start, [span]), what)
 
     def _check(self, versions: Versions, span: Span, part: memoryview, what: str) -> None:
         whole = versions.span_of(span.chunk)
@@ -120,20 +121,26 @@ class Generations:
     def write(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
         """Write ``view`` at ``start`` of the extent, to slots that no kept generation needs."""
         self._refuse_if_uncertain(what)
-        for span in versions.spans(start, start + len(view)):
-            part = view[span.start - start : span.end - start]
+        left = list(versions.spans(start, start + len(view)))
+        for span in left:
             self._copy_rest(versions, span, what)
-            with self._lock:
+        with self._lock:
+            for span in left:
                 versions.begin_write(span)
-            found = checksum(part) if span.whole else None
-            try:
-                self._files.write_pieces(versions.pieces(span.chunk), span.start, part, what)
-            except BaseException:
+        try:
+            for spans in versions.runs(list(left)):
+                sums = [checksum(_part(view, start, [span])) if span.whole else None for span in spans]
+                part = _part(view, start, spans)
+                self._files.write_pieces(versions.pieces(spans[0].chunk), spans[0].start, part, what)
                 with self._lock:
-                    versions.write_failed(span)
-                raise
+                    for span, found in zip(spans, sums, strict=True):
+                        versions.end_write(span, found)
+                del left[: len(spans)]
+        except BaseException:
             with self._lock:
-                versions.end_write(span, found)
+                for span in left:
+                    versions.write_failed(span)
+            raise
 
     def _copy_rest(self, versions: Versions, span: Span, what: str) -> None:
         """The first write after a commit is to a part of a chunk: its new slot gets the rest from the old one."""
@@ -265,6 +272,11 @@ class Generations:
 
 def _record(nbytes: int, versions: Versions) -> ExtentRecord:
     return ExtentRecord(nbytes, versions.chunk_bytes, versions.slots, versions.current, versions.sums)
+
+
+def _part(view: memoryview, start: int, spans: Sequence[Span]) -> memoryview:
+    """Of ``view``, which begins at ``start`` of the extent, what neighbouring ``spans`` cover."""
+    return view[spans[0].start - start : spans[-1].end - start]
 
 
 def _scratch(span: Span) -> memoryview:

@@ -6,7 +6,7 @@ copy. Arrays that live in memory are used in place, and neither read nor written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -57,7 +57,7 @@ class StateBuffer:
         return self._bytes(index).view(STATE_DTYPE)[:elements]
 
     def to_read(self) -> list[Movement]:
-        """What must be read before ``sum_gradient`` and the update."""
+        """What must be read before ``sum_gradient`` or the update."""
         chunk, parameter = self._chunk, self._chunk.parameter
         found: list[Movement] = []
         if self._updates and self._resident.master is None:
@@ -88,21 +88,41 @@ class StateBuffer:
         padded = self._chunk.padded_bytes
         return self.buffer.tensor[padded : 3 * padded]
 
-    def sum_gradient(self, arrived: torch.Tensor | None, factors: Sequence[float] = ()) -> torch.Tensor:
-        """What is held plus what ``arrived``, summed where it is held, in order of arrival. Before an update: in fp32, times
-        ``factors`` one after the other, and what is held stays as it was."""
-        total = self._sum()
-        if arrived is not None:
-            total = total.add_(arrived) if self._adds else total.copy_(arrived)
+    def parts(self, elements: int) -> Iterator[slice]:
+        """The chunk in parts of so many elements; whole, where any of it is on a GPU."""
+        compute = self._resident.compute
+        on_cpu = self.master.device.type == "cpu" and (compute is None or compute.device.type == "cpu")
+        step = elements if on_cpu else self._chunk.elements
+        for start in range(0, self._chunk.elements, step):
+            yield slice(start, min(start + step, self._chunk.elements))
+
+    def sum_gradient(self, arrived: torch.Tensor | None) -> torch.Tensor:
+        """What is held plus what ``arrived``, summed where it is held, in order of arrival."""
+        return self._summed(arrived, slice(None))
+
+    def gradient(self, arrived: torch.Tensor | None, part: slice, factors: Sequence[float] = ()) -> torch.Tensor:
+        """Before an update, of ``part``: what is held plus what ``arrived``, in fp32, times ``factors`` one after the other.
+        Valid until the next part is asked for; of what is held, fp32 sums in memory may get what arrived, and no factor."""
+        if self._adds:
+            total = self._summed(arrived, part)
         else:
-            assert self._adds, "nothing is held and nothing arrived"
-        if not self._updates or (total.dtype == STATE_DTYPE and not factors):
+            assert arrived is not None, "nothing is held and nothing arrived"
+            total = arrived[part]
+        if total.dtype == STATE_DTYPE and not factors:
             return total
         near = total.device == self._gradient.device
-        gradient = self._gradient.copy_(total) if near else total.to(STATE_DTYPE, copy=True)
+        # The same memory for each part: it stays in a cache, and what was there of parts before is done with.
+        found = self._gradient[: total.numel()].copy_(total) if near else total.to(STATE_DTYPE, copy=True)
         for factor in factors:
-            gradient.mul_(factor)
-        return gradient
+            found.mul_(factor)
+        return found
+
+    def _summed(self, arrived: torch.Tensor | None, part: slice) -> torch.Tensor:
+        total = self._sum()[part]
+        if arrived is not None:
+            return total.add_(arrived[part]) if self._adds else total.copy_(arrived[part])
+        assert self._adds, "nothing is held and nothing arrived"
+        return total
 
     def _sum(self) -> torch.Tensor:
         start, elements, held = self._chunk.start, self._chunk.elements, self._held
@@ -111,22 +131,22 @@ class StateBuffer:
         dtype = STATE_DTYPE if held is None else held.dtype
         return self._bytes(self._sum_index(held))[: elements * dtype.itemsize].view(dtype)
 
-    def make_compute_copy(self, link: DeviceLink) -> None:
-        """Cast the updated master to the compute dtype, into the resident copy or into the buffer."""
+    def make_compute_copy(self, link: DeviceLink, part: slice) -> None:
+        """Cast ``part`` of the updated master to the compute dtype, into the resident copy or into the buffer."""
         start, elements = self._chunk.start, self._chunk.elements
-        compute = self._resident.compute
+        compute, master = self._resident.compute, self.master[part]
         if compute is not None:
-            target = compute[start : start + elements]
-            if target.data_ptr() == self.master.data_ptr():
+            target = compute[start : start + elements][part]
+            if target.data_ptr() == master.data_ptr():
                 return
-            if compute.device.type == "cpu" or compute.device == self.master.device:
-                target.copy_(self.master)
+            if compute.device.type == "cpu" or compute.device == master.device:
+                target.copy_(master)
             else:
-                staged = self._compute_bytes().view(target.dtype)
-                staged.copy_(self.master)
+                staged = self._compute_bytes().view(target.dtype)[part]
+                staged.copy_(master)
                 link.finish(link.copy_in(target, staged, None))
         elif not self._chunk.parameter.is_master:
-            self._compute_bytes().view(self._chunk.parameter.compute_dtype).copy_(self.master)
+            self._compute_bytes().view(self._chunk.parameter.compute_dtype)[part].copy_(master)
 
     def _compute_bytes(self) -> torch.Tensor:
         return self._bytes(4)[: self._chunk.elements * self._chunk.parameter.compute_dtype.itemsize]

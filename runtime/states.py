@@ -31,6 +31,8 @@ class States:
         self._slots = slots
         self._residency = residency
         self.chunk_elements = 1 << 20
+        self.cut = False
+        """Whether there are moments in the store, in pieces of ``chunk_elements``, which must then stay as it is."""
         self._gradient_extents: set[str] = set()
 
     # --- whole parameters -------------------------------------------------------------------------------------
@@ -97,6 +99,7 @@ class States:
         self._store_moments(parameter, exp_avg, exp_avg_sq)
 
     def _store_moments(self, parameter: ParameterSlot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        self.cut = True
         for chunk in parameter.chunks(self.chunk_elements):
             for index, moment in enumerate((exp_avg, exp_avg_sq)):
                 offset = chunk.moments_offset + index * chunk.padded_bytes

@@ -9,7 +9,8 @@ Assumes: calls that overlap in a chunk are ordered by the callers; the store's l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,11 @@ class Versions:
             whole = self.span_of(chunk)
             first, last = max(start, whole.start), min(end, whole.end)
             yield Span(chunk, first, last, (first, last) == (whole.start, whole.end))
+
+    def runs(self, spans: Iterable[Span]) -> Iterator[list[Span]]:
+        """``spans``, which follow each other, together where their chunks are in the same slot now: one transfer."""
+        for _, run in itertools.groupby(spans, key=lambda span: int(self.current[span.chunk])):
+            yield list(run)
 
     def pieces(self, chunk: int) -> tuple[Piece, ...]:
         """Where the chunk is now."""

@@ -173,13 +173,21 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not here.is_this_machine()
 
 
-def test_drives_at_requests_have_the_rates_of_the_nearest_measured_size() -> None:
-    large = RequestRate(request_bytes=2**23, read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9)
-    measured, unmeasured = replace(DRIVE, by_request=(REQUEST, large)), replace(DRIVE, by_request=())
+def test_drives_at_requests_have_the_rates_between_those_of_the_measured_sizes() -> None:
+    large = RequestRate(request_bytes=2**24, read_bytes_per_s=4e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9)
+    measured, unmeasured = replace(DRIVE, by_request=(large, REQUEST)), replace(DRIVE, by_request=())
     profile = replace(PROFILE, nvme=(measured, unmeasured))
-    for nbytes, nearest in ((1, REQUEST), (2**21, REQUEST), (2**22, large), (2**24, large)):
+    for nbytes, rates in (
+        (1, (2e9, 1e9, 1.5e9)),
+        (2**20, (2e9, 1e9, 1.5e9)),
+        (2**21, (2.5e9, 1.25e9, 1.75e9)),  # a quarter of the way from 1 to 16 MiB, over the logarithm
+        (2**22, (3e9, 1.5e9, 2e9)),
+        (2**24, (4e9, 2e9, 2.5e9)),
+        (2**30, (4e9, 2e9, 2.5e9)),
+    ):
         found = profile.at_requests(nbytes)
-        rates = (found.nvme[0].read_bytes_per_s, found.nvme[0].write_bytes_per_s, found.nvme[0].mixed_bytes_per_s)
-        assert rates == (nearest.read_bytes_per_s, nearest.write_bytes_per_s, nearest.mixed_bytes_per_s)
+        drive = found.nvme[0]
+        assert (drive.read_bytes_per_s, drive.write_bytes_per_s, drive.mixed_bytes_per_s) == pytest.approx(rates)
         assert found.nvme[1] == unmeasured
-        assert found.ssd_read_bytes_per_s == nearest.read_bytes_per_s + unmeasured.read_bytes_per_s
+        assert found.ssd_read_bytes_per_s == pytest.approx(rates[0] + unmeasured.read_bytes_per_s)
+        assert found.at_requests(nbytes) == found

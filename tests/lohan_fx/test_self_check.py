@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
 import pytest
 
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.hardware import HardwareProfile, RequestRate
 from lohan_fx.plan import Prediction, Stage
 from lohan_fx.runtime.timeline import Timeline
 from lohan_fx.self_check import (
@@ -119,6 +120,16 @@ def test_the_corrected_profile_has_each_rate_divided_by_its_ratio() -> None:
     assert (hw.h2d_bytes_per_s, hw.d2h_bytes_per_s) == (GPU.h2d_bytes_per_s / 5, GPU.d2h_bytes_per_s / 8)
     assert hw.adam_parameters_per_s == GPU.adam_parameters_per_s / 10
     assert corrected(GPU, {}) == GPU
+
+
+def test_rates_by_request_are_corrected_too() -> None:
+    """Or a profile asked for its rates at some size would have the old ones again."""
+    rate = RequestRate(request_bytes=1 << 20, read_bytes_per_s=4.0, write_bytes_per_s=8.0, mixed_bytes_per_s=6.0)
+    drives = tuple(dataclasses.replace(drive, by_request=(rate,)) for drive in GPU.nvme)
+    measured = dataclasses.replace(GPU, nvme=drives).at_requests(1 << 20)
+    found = corrected(measured, {"ssd": 2.0})
+    assert found.at_requests(1 << 20) == found
+    assert [drive.read_bytes_per_s for drive in found.nvme] == [2.0] * len(drives)
 
 
 def test_a_prediction_scaled_by_what_was_measured_is_what_was_measured() -> None:

@@ -14,6 +14,7 @@ from lohan_fx import simulate, simulated_machine, timeline_chart
 from lohan_fx.meta import Cost, Phase
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
+from lohan_fx.simulated_machine import SimulatedMachine
 from tests import tiny
 from tests.lohan_fx.simulated import DECISIONS, PAGE, drive, lane, machine, run, second_each, windows
 from tests.passes import graphs
@@ -99,6 +100,16 @@ def test_with_one_optimizer_buffer_nothing_of_the_optimizer_overlaps() -> None:
     given = windows(gradient_bytes=1 << 20, optimizer_buffers=1, gradient_buffers=1)
     plan = plan_for(found := one_layer(12), Keep(), windows=given)
     assert run(found, plan, machine(d2h_bytes_per_s=1e12)).tail_s == pytest.approx(3 * (12 + 4 + 24), abs=1e-3)
+
+
+def test_a_piece_that_stands_for_several_requests_costs_a_processor_as_many() -> None:
+    hw = machine(device="cpu", io_core_s_per_request=0.25)
+    plan = plan_for(one_layer(8), Keep(), windows=windows(io_bytes=PAGE, chunk_elements=PAGE))
+    simulated = SimulatedMachine(plan, hw, fused_adam=True)
+    one, four = simulated.reading("weight", PAGE), simulated.reading("weight", 4 * PAGE, simulated.of_io(4 * PAGE))
+    assert four.seconds == 4 * one.seconds
+    assert four.cores == pytest.approx(one.cores) == pytest.approx(0.25)  # of a core, for as long as it takes
+    assert simulated.writing("weight", 8 * PAGE, simulated.of_chunk(2 * PAGE)).cores == pytest.approx(0.25 * 2 / 16)
 
 
 def test_a_parameter_at_home_is_updated_by_compute_on_a_cpu() -> None:

@@ -22,7 +22,7 @@ def burst(windows: Windows) -> float:
 
 
 def chosen(step_s: staging.StepSeconds, began: Windows = BEGAN, **changes: float) -> staging.Staging:
-    given = {"per_byte_s": 0.0, "free_bytes": 0, "layer_chunks": 100, **changes}
+    given = {"per_byte_s": 0.0, "free_bytes": 0, "layer_elements": 100 << 20, **changes}
     return staging.choose(began, step_s, shared=False, **given)  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def test_a_naive_handler_stays_one_and_a_cpu_moves_no_gradients() -> None:
         tried.append(windows)
         return 10.0
 
-    staging.choose(naive, watched, layer_chunks=100, shared=True, per_byte_s=0.0, free_bytes=0)
+    staging.choose(naive, watched, layer_elements=100 << 20, shared=True, per_byte_s=0.0, free_bytes=0)
     assert {found.optimizer_buffers for found in tried} == {1}
     assert {found.gradient_buffers for found in tried} <= {BEGAN.gradient_buffers, staging.LEAST_BUFFERS}
 
@@ -81,3 +81,52 @@ def test_the_note_says_what_and_why() -> None:
     text = staging.note(found, shared=False)
     assert "100 for gradients" in text and "10.0 s" in text and "11.0 s with 4 of each" in text
     assert "GiB elsewhere saves 1.07 ms" in text
+
+
+def per_request(windows: Windows) -> float:
+    """Seconds of a step of 1 Gi elements, each chunk of which costs a millisecond."""
+    return 10.0 + 0.001 * (2**30 / windows.chunk_elements)
+
+
+def test_larger_requests_are_taken_where_fewer_of_them_save_more_than_their_memory_would() -> None:
+    found = chosen(per_request, sizes=True).windows
+    assert (found.chunk_elements, found.io_bytes) == (2 * BEGAN.chunk_elements, 2 * BEGAN.io_bytes)
+    saved_s = per_request(BEGAN) - per_request(found)
+    more = staging_bytes(found) - staging_bytes(BEGAN)
+    dear = chosen(per_request, sizes=True, per_byte_s=1.5 * saved_s / more).windows
+    assert dear.chunk_elements <= BEGAN.chunk_elements
+
+
+def test_smaller_requests_give_memory_back_where_large_ones_save_nothing() -> None:
+    found = chosen(lambda windows: 10.0, sizes=True, per_byte_s=1e-9).windows
+    assert found.chunk_elements == BEGAN.chunk_elements // 2 == staging.least_chunk_elements(BEGAN)
+    assert staging_bytes(found) < staging_bytes(BEGAN)
+
+
+def test_sizes_stay_where_states_are_cut_already() -> None:
+    tried: list[Windows] = []
+
+    def watched(windows: Windows) -> float:
+        tried.append(windows)
+        return per_request(windows)
+
+    assert staging.same_sizes(chosen(watched, per_byte_s=1e-9).windows, BEGAN)
+    assert all(staging.same_sizes(windows, BEGAN) for windows in tried)
+
+
+@pytest.mark.parametrize("host_bytes", [GIB // 4, GIB // 2, GIB, 8 * GIB])
+def test_all_sizes_are_whole_numbers_of_those_that_the_store_keeps(host_bytes: int) -> None:
+    began = choose_windows(host_bytes, LAYERS, shared=True)
+    tried: list[Windows] = []
+
+    def watched(windows: Windows) -> float:
+        tried.append(windows)
+        return 10.0
+
+    staging.choose(began, watched, layer_elements=100 << 20, shared=True, per_byte_s=0.0, free_bytes=0, sizes=True)
+    assert {w.chunk_elements / began.chunk_elements for w in tried} == {0.5, 1.0, 2.0}
+    assert not any(w.chunk_elements % staging.least_chunk_elements(began) for w in tried)
+
+
+def test_the_note_says_how_large_requests_are() -> None:
+    assert "buffers of 8.00 MiB per lane" in staging.note(chosen(per_request, sizes=True), shared=False)

@@ -172,6 +172,50 @@ def test_first_write_goes_elsewhere_and_later_ones_stay(directory: Path) -> None
             assert (versions.current[1:] == before[1:]).all()
 
 
+def test_neighbouring_chunks_are_one_request_while_they_are_in_one_slot(directory: Path) -> None:
+    backend = FaultyBackend()
+
+    def requests(call: str, access: Callable[[], object]) -> int:
+        backend.calls.clear()
+        access()
+        return backend.calls.count(call)
+
+    with begin(directory, backend=backend) as store:
+        assert requests("pwritev", lambda: fill(store, 0)) == len(KEPT)
+        assert requests("preadv", lambda: everything(store)) == len(KEPT)
+        store.commit({})
+        store.write("a", 2 * PAGE, patterned(2 * PAGE, 1), 2 * PAGE)  # the second of three goes elsewhere
+        assert requests("preadv", lambda: contents(store, "a", SIZES["a"])) == 3
+        store.commit({})
+        store.write("a", 0, patterned(6 * PAGE, 2), SIZES["a"])  # each to the slot that it is not in
+        expected = everything(store)
+        assert bytes(patterned(6 * PAGE, 2).numpy())[: SIZES["a"]] == expected["a"]
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+def test_of_a_write_that_fails_half_way_the_rest_counts_as_unwritten(directory: Path) -> None:
+    backend = FaultyBackend()
+    with begin(directory, backend=backend) as store:
+        fill(store, 0)
+        store.commit({})
+        store.write("a", 2 * PAGE, patterned(2 * PAGE, 1), 2 * PAGE)
+        store.commit({})
+        backend.faults["pwritev"] = [None, errno.EIO]
+        with pytest.raises(StoreError):
+            store.write("a", 0, patterned(6 * PAGE, 2), SIZES["a"])
+        versions = store._extents["a"].versions
+        assert versions is not None and versions.failed.tolist() == [False, True, True]
+        with pytest.raises(StoreError, match="a write to 'a' failed"):
+            store.commit({})
+        store.write("a", 2 * PAGE, patterned(4 * PAGE, 3), SIZES["a"] - 2 * PAGE)
+        expected = everything(store)
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
 # --- any sequence of writes, commits and ends --------------------------------------------------------------------
 
 

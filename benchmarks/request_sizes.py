@@ -1,0 +1,160 @@
+"""How large requests of the drives should be: the size that the search chooses against each that it could have.
+
+    python benchmarks/request_sizes.py [--cases 0,1 --rounds 4 --steps 4] [--save]
+
+In each round each size has a process of its own, one after the other, whose plan is made for it as a whole (``staging`` then
+has no other to choose); the choice is a further process's, which does not train. Prediction and simulation are from before the
+first step. Medians over all rounds decide. Bar: the size that is chosen takes at most 1.03x the step of the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+import unittest.mock
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from report import arguments, at_least_one, finish, profile, with_saved
+from turns import Process, answer_each
+from workload import Case, Streamed, case_arguments, chosen, streamed
+
+import lohan_fx
+from lohan_fx import staging
+from lohan_fx.budgets import choose_windows
+from lohan_fx.plan import Windows
+from lohan_fx.units import format_bytes
+
+MOST_RATIO = 1.03
+WARM_UP = 1
+CHOSEN = "chosen"
+CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 1, 128, "2.5GiB"), Case("350m", 4, 512, "2.5GiB"))
+FACTORS = {f"x{float(factor):g}": factor for factor in sorted({Fraction(1), *staging.FACTORS})}
+"""What the rule's sizes are multiplied by, by name."""
+
+
+def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
+    """``case`` by that size alone, or by the one that is chosen."""
+
+    def resized(*given: Any, **options: Any) -> Windows:
+        windows = choose_windows(*given, **options)
+        sizes = {size: int(getattr(windows, size) * FACTORS[name]) for size in staging.SIZES}
+        return dataclasses.replace(windows, **sizes)
+
+    def compile_it() -> Streamed:
+        hw = profile(args)
+        return streamed(case.workload, hw, args.nvme, host_memory=case.host_memory, revise=False)
+
+    if name == CHOSEN:
+        return compile_it()
+    with (
+        unittest.mock.patch.object(sys.modules["lohan_fx.compile"], "choose_windows", resized),
+        unittest.mock.patch.object(staging, "FACTORS", (Fraction(1),)),
+    ):
+        return compile_it()
+
+
+def child(case: Case, args: argparse.Namespace) -> None:
+    """Train by one size, step by step as asked."""
+    ours = compiled(args.child, case, args)
+    assert ours.plan.prediction is not None
+    expected = {
+        "predicted_s": ours.plan.prediction.step_s,
+        "simulated_s": lohan_fx.simulate(ours.model).step_s,
+        "chunk_elements": ours.plan.windows.chunk_elements,
+        "io_bytes": ours.plan.windows.io_bytes,
+        "staging_note": next((note for note in ours.plan.notes if note.startswith("staging")), ""),
+    }
+
+    def timed() -> float:
+        start_s = time.perf_counter()
+        ours.step()
+        return time.perf_counter() - start_s
+
+    def seconds(count: str) -> list[float]:
+        return [timed() for _ in range(int(count))]
+
+    def end() -> None:
+        lohan_fx.release(ours.model)
+
+    answer_each(seconds, expected, end)
+
+
+def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
+    """One case, all its sizes in alternating turns."""
+
+    def process(name: str) -> Process:
+        command = [__file__, "--child", name, "--case", json.dumps(vars(case)), "--hw", str(hw)]
+        return Process([*command, "--nvme", str(args.nvme)])
+
+    def turn(name: str) -> dict[str, Any]:
+        found = process(name)
+        seconds = found.ask(str(WARM_UP + args.steps))[WARM_UP:]
+        found.end()
+        print(f"{case}: {name}: {seconds}", file=sys.stderr, flush=True)
+        return {**found.said, "seconds": seconds}
+
+    asked = process(CHOSEN)
+    asked.end()
+    rounds = [{name: turn(name) for name in FACTORS} for _ in range(args.rounds)]
+    sizes = {
+        name: {
+            **rounds[0][name],
+            "measured_s": statistics.median(s for one in rounds for s in one[name]["seconds"]),
+            "predicted_s": statistics.median(one[name]["predicted_s"] for one in rounds),
+            "simulated_s": statistics.median(one[name]["simulated_s"] for one in rounds),
+        }
+        for name in FACTORS
+    }
+    picked = next(name for name, found in sizes.items() if found["io_bytes"] == asked.said["io_bytes"])
+    fastest = min(sizes, key=lambda name: sizes[name]["measured_s"])
+    return {
+        "case": str(case), "chosen": picked, "fastest": fastest, "sizes": sizes,
+        "rounds": [{name: found["seconds"] for name, found in one.items()} for one in rounds],
+        "staging_note": asked.said["staging_note"],
+        "ratio": sizes[picked]["measured_s"] / sizes[fastest]["measured_s"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    case_arguments(parser)
+    parser.add_argument("--rounds", type=at_least_one, default=4)
+    parser.add_argument("--steps", type=at_least_one, default=4, help="timed steps per process")
+    parser.add_argument("--child", choices=(CHOSEN, *FACTORS), help="internal: the measured process")
+    parser.add_argument("--case", help="internal: what it measures")
+    args = parser.parse_args()
+    if args.child:
+        child(Case(**json.loads(args.case)), args)
+        return
+    hw, path = profile(args), args.nvme / "profile.toml"
+    hw.save(path)
+    cases = [measured(case, args, path) for case in chosen(CASES, args)]
+    path.unlink()
+    cases = with_saved("request_sizes", cases) if args.save else cases
+    missed = [
+        f"{case['case']}: the size chosen takes {case['ratio']:.3f}x the fastest, at most {MOST_RATIO} allowed"
+        for case in cases
+        if case["ratio"] > MOST_RATIO
+    ]
+    rows = [row for case in cases for row in _rows(case)]
+    figures = {"ratio": max(case["ratio"] for case in cases), "steps": args.steps, "cases": cases}
+    finish("request_sizes", rows, figures, missed, save=args.save)
+
+
+def _rows(case: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [(case["case"], f"chosen over the fastest: {case['ratio']:.3f}x ({case['chosen']} over {case['fastest']})")]
+    for name, found in case["sizes"].items():
+        seconds = ", ".join(f"{what} {found[f'{what}_s']:.3f} s" for what in ("measured", "predicted", "simulated"))
+        rows.append((f"  {name}: {format_bytes(found['io_bytes'])}", seconds))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
