@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
-from lohan_fx.expected_peak import added_bytes
+from lohan_fx.expected_peak import added_bytes, transit_of
 from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
@@ -159,7 +159,8 @@ class CompiledModel:
     def added_bytes(self) -> list[int]:
         """What each of ``halves`` adds to the process's memory (``expected_peak``)."""
         new = slice(len(self._added_bytes), None)
-        self._added_bytes += map(added_bytes, self.plans[new], self.halves[new])
+        for plan, halves in zip(self.plans[new], self.halves[new], strict=True):
+            self._added_bytes.append(added_bytes(plan, halves, transit_of(halves, plan, self._request)))
         return self._added_bytes
 
     def _give_back(self) -> None:

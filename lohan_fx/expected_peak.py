@@ -1,32 +1,47 @@
 """expected_peak: what training steps will add to the process's memory, as far as can be told before the first.
 
 A plan promises: it counts all staging there may be, and what capture leaves behind at the most (``budgets``), and what
-lives at once of the graphs' values. Here is expected: staging as far as this plan uses it, and what values will have touched.
+lives at once of the graphs' values. Here is expected: staging as far as this plan uses it, and what values will have touched,
+of which a simulated step says what has arrived and what has left at each op.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from lohan_fx import cost, staging
 from lohan_fx.budgets import fixed_bytes, staging_bytes
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.liveness import Transit
 from lohan_fx.passes.touched_values import touched_bytes
 from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.request import Request, node_seconds
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.simulated_step import simulated_transit
+from lohan_fx.step_program import step_program
 
 
-def added_bytes(plan: Plan, halves: Halves) -> int:
+def added_bytes(plan: Plan, halves: Halves, transit: Transit | None = None) -> int:
     """Bytes of host memory that steps by ``plan`` come to use beside what capture has left behind; ``plan`` has a prediction,
-    and ``halves`` are its final graphs."""
+    and ``halves`` are its final graphs. Without ``transit`` all that may be on its way is."""
     if plan.device != "cpu":
         assert plan.prediction is not None
         left_behind = fixed_bytes(plan.windows, len(plan.parameters)) - staging_bytes(plan.windows)
         return plan.prediction.peak_bytes["host"] - left_behind
     beside = host_bytes(touched_staging_bytes(plan), plan)
-    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan))
+    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan), transit)
+
+
+def transit_of(halves: Halves, plan: Plan, request: Request) -> Transit | None:
+    """What is on its way in a step of final ``halves``, simulated with the rates of ``request``; None where these are another
+    machine's, or know no drive, or where the device has memory of its own."""
+    if plan.device != "cpu" or not request.hw.is_this_machine() or not request.hw.nvme:
+        return None
+    program = step_program(halves, plan, node_seconds(request), cost.handover_s(request.hw))
+    return simulated_transit(program, plan, request.hw, transfers=staging.TRANSFERS)
 
 
 def touched_staging_bytes(plan: Plan) -> int:

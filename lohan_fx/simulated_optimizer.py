@@ -51,6 +51,8 @@ class SimulatedOptimizer:
         self._reading: deque[_Chunk] = deque()
         self._held: list[ParameterPlan] = []
         self._pending: dict[str, Signal] = {}
+        self.leaving: dict[str, None] = {}
+        """The parameters whose gradients were handed over, and are still there."""
         self.fetched: dict[str, None] = {}
         """The parameters in the order in which the last forward fetched them; kept by who runs that."""
 
@@ -79,9 +81,11 @@ class SimulatedOptimizer:
         self._window_used += nbytes
         self._unfinished += len(chunks)
         machine.memory.hand_over(held_bytes)
+        self.leaving[parameter.name] = None
         after = machine.compute.mark()
 
         def gone() -> None:
+            self.leaving.pop(parameter.name)
             self._window_used -= nbytes
             machine.memory.has_left(held_bytes)
             self._notify()

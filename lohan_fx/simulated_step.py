@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from lohan_fx import cost
 from lohan_fx.event_clock import Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
+from lohan_fx.passes.liveness import Transit
 from lohan_fx.plan import OptimizerTiming, Plan
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 from lohan_fx.simulated_machine import MemoryPoint, SimulatedMachine
@@ -102,6 +103,13 @@ def simulated_step_s(program: StepProgram, plan: Plan, hw: HardwareProfile, *, t
     return _simulated(program, plan, hw, fused_adam=True, steps=1, transfers=transfers).step_s
 
 
+def simulated_transit(
+    program: StepProgram, plan: Plan, hw: HardwareProfile, *, transfers: int | None = None
+) -> Transit:
+    """What is on its way, as each transfer begins, in a simulated step."""
+    return _simulated(program, plan, hw, fused_adam=True, steps=1, transfers=transfers).transit
+
+
 def _simulated(
     program: StepProgram, plan: Plan, hw: HardwareProfile, *, fused_adam: bool, steps: int, transfers: int | None
 ) -> _Step:
@@ -131,6 +139,8 @@ class _Step:
         self._transfers = SimulatedTransfers(machine, self._optimizer.pending)
         self._begun_s = 0.0
         self._ends_s: dict[str, float] = {}
+        self._coming: dict[tuple[str, str], int] = {}
+        self._leaving: dict[str, Collection[str]] = {}
 
     def run(self, steps: int) -> Thread:
         clock, memory = self._machine.clock, self._machine.memory
@@ -168,7 +178,10 @@ class _Step:
         machine.memory.stage_begins(base_bytes)
         yield from machine.compute.stage(True, begins)
         for found in instructions:
+            if isinstance(found, Fetch | SwapIn):
+                self._coming[name, found.node] = self._transfers.coming_bytes
             yield from self._execute(found)
+        self._coming[name, ""] = self._transfers.coming_bytes
         yield from machine.compute.stage(False, ends)
 
     def _execute(self, found: Instruction) -> Thread:
@@ -191,11 +204,16 @@ class _Step:
             case Offload():
                 parameter = machine.parameters[found.parameter]
                 yield from self._optimizer.offer(parameter, found.held_bytes)
+                self._leaving[found.parameter] = tuple(self._optimizer.leaving)
 
     @property
     def step_s(self) -> float:
         assert self.ended_s is not None
         return self.ended_s - self._begun_s
+
+    @property
+    def transit(self) -> Transit:
+        return Transit(self._coming, self._leaving)
 
     def result(self) -> Simulation:
         machine, clock = self._machine, self._machine.clock

@@ -33,6 +33,8 @@ class SimulatedTransfers:
         """``pending``: the update of a parameter that its fetch must wait for, or None."""
         self._machine = machine
         self._leaving_bytes = 0
+        self.coming_bytes = 0
+        """Of what was started, what the drives have yet to bring."""
         self._room = machine.clock.signal()
         self._pending = pending
         self._arrivals: dict[str, tuple[str, Signal]] = {}
@@ -48,6 +50,7 @@ class SimulatedTransfers:
             return
         arrived, after = machine.clock.signal(), machine.compute.mark()
         self._arrivals[found.node] = (label, arrived)
+        self.coming_bytes += found.bytes if home is Tier.NVME else 0
         if update is None or update.done:
             self._start(found, home, label, after, arrived)
         else:
@@ -126,7 +129,9 @@ class SimulatedTransfers:
         machine.memory.change(graph=found.change_bytes)
         arrived = machine.clock.signal()
         self._arrivals[found.node] = (label, arrived)
-        machine.clock.start(self._return(self._away.pop(found.slot), label, machine.compute.mark(), arrived))
+        away = self._away.pop(found.slot)
+        self.coming_bytes += away.bytes if away.tier is Tier.NVME else 0
+        machine.clock.start(self._return(away, label, machine.compute.mark(), arrived))
 
     def _return(self, away: _Away, label: str, after: Signal | None, arrived: Signal) -> Thread:
         """Not before all of it has left."""
@@ -166,6 +171,7 @@ class SimulatedTransfers:
 
     def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
         yield self._machine.reading(extent, nbytes, self._machine.of_io(nbytes))
+        self.coming_bytes -= nbytes
         landed.one_less()
 
     def _read(
@@ -175,6 +181,7 @@ class SimulatedTransfers:
         yield machine.reading(extent, nbytes, machine.of_io(nbytes))
 
         def copied() -> None:
+            self.coming_bytes -= nbytes
             machine.pool[purpose].release()
             landed.one_less()
 

@@ -87,6 +87,44 @@ class _Leaving:
 
 
 @dataclass(frozen=True)
+class Transit:
+    """What is on its way in a step, as somebody has simulated it.
+
+    ``coming``: (half, node that starts to bring something) -> bytes of earlier ones that are not there as it begins; with ""
+    for a node, at the end of the half. ``leaving``: parameter -> those whose gradients are still there once its own has been
+    handed over, itself among them.
+    """
+
+    coming: Mapping[tuple[str, str], int]
+    leaving: Mapping[str, Collection[str]]
+
+
+class _Gradients:
+    """Bytes of gradients that were handed over and may still be there: what fits the window, or what ``transit`` knows."""
+
+    def __init__(self, window_bytes: int, transit: Transit | None) -> None:
+        self._window = _Leaving(window_bytes)
+        self._transit = transit
+        self._sent: dict[str, int] = {}
+        self._there: Collection[str] = ()
+
+    def send(self, parameter: str, nbytes: int) -> None:
+        self._window.send(nbytes)
+        self._sent[parameter] = nbytes
+
+    def handed_over(self, parameter: str) -> None:
+        """Whether or not it counts (``send``)."""
+        if self._transit is not None:
+            self._there = self._transit.leaving.get(parameter, self._there)
+
+    @property
+    def bytes(self) -> int:
+        if self._transit is None:
+            return self._window.bytes
+        return sum(self._sent.get(parameter, 0) for parameter in self._there)
+
+
+@dataclass(frozen=True)
 class _Moment:
     """Bytes alive while an op runs, what leaves aside; of what leaves, gradients (at most) and swapped activations, of
     which so many have been sent and may not have left, the largest so large."""
@@ -111,10 +149,15 @@ def device_peaks(halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collecti
 
 
 def alive(
-    halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+    halves: Halves,
+    plan: Plan,
+    *,
+    elsewhere: Mapping[str, Collection[str]] = _NOTHING,
+    transit: Transit | None = None,
 ) -> Iterator[tuple[str, str, int]]:
-    """(half, op, bytes alive while it runs) for each op of both graphs, as ``device_peaks`` counts them."""
-    for half, at in _moments(halves, plan, elsewhere):
+    """(half, op, bytes alive while it runs) for each op of both graphs, as ``device_peaks`` counts them; of gradients with
+    ``transit`` those that it knows to be there."""
+    for half, at in _moments(halves, plan, elsewhere, transit):
         leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
         yield half, at.node, at.live_bytes + at.gradient_bytes + leaving
 
@@ -136,7 +179,10 @@ def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:
 
 
 def _moments(
-    halves: Halves, plan: Plan, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+    halves: Halves,
+    plan: Plan,
+    elsewhere: Mapping[str, Collection[str]] = _NOTHING,
+    transit: Transit | None = None,
 ) -> Iterator[tuple[str, _Moment]]:
     """By half, each op while it runs.
 
@@ -146,12 +192,12 @@ def _moments(
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
     updated_here = {p.name for p in plan.parameters if is_updated_here(p, plan.device)}
-    swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Leaving(plan.windows.gradient_bytes)
+    swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Gradients(plan.windows.gradient_bytes, transit)
     up_to: dict[object, int] = {}  # slot -> all bytes sent until its activation was, itself included
     sent_bytes = gone_bytes = 0
     for half, gm in halves.graphs():
         leaves = {
-            storage_of(n.all_input_nodes[0]): op
+            storage_of(n.all_input_nodes[0]): n
             for op in _SENDING
             for n in gm.graph.find_nodes(op="call_function", target=op)
             if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
@@ -161,8 +207,12 @@ def _moments(
             # What is handed over is alive until that op has run, beside what was handed over before.
             yield half, _Moment(name, during, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
             for storage, nbytes in dead:
-                if storage in leaves:
-                    (swaps if leaves[storage] is ops.SWAP_OUT else gradients).send(nbytes)
+                if storage in leaves and leaves[storage].target is ops.SWAP_OUT:
+                    swaps.send(nbytes)
+                elif storage in leaves:
+                    gradients.send(meta.origin(leaves[storage]) or "", nbytes)
+            if node is not None and node.target is ops.OFFLOAD_GRAD:
+                gradients.handed_over(meta.origin(node) or "")
             if node is None or half == "forward":
                 sent_bytes = swaps.sent_bytes
                 if node is not None and node.target is ops.SWAP_OUT:

@@ -15,15 +15,16 @@ from collections.abc import Iterator, Mapping
 from lohan_fx import ops
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import alive
+from lohan_fx.passes.liveness import Transit, alive
 from lohan_fx.plan import Plan
 
 _Names = Mapping[str, frozenset[str]]
 """By half, the names of nodes."""
 
 
-def touched_bytes(halves: Halves, plan: Plan) -> int:
-    """Bytes of all stretches, as far as they are used, and of the heap."""
+def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) -> int:
+    """Bytes of all stretches, as far as they are used, and of the heap. With ``transit``, what is not there yet counts
+    nowhere, although it has its place."""
     brought = {
         half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()
     }
@@ -36,16 +37,29 @@ def touched_bytes(halves: Halves, plan: Plan) -> int:
     }
     heap = {half: names - placed[half] for half, names in _every(halves).items()}
     landing = plan.windows.fetch_bytes + plan.windows.swap_in_bytes
+    coming = {} if transit is None else dict(_coming(halves, transit))
     most_brought = most_heap = 0
-    for arrived, other in zip(_alive(halves, plan, brought), _alive(halves, plan, heap), strict=True):
+    pairs = zip(_at_each_op(halves, plan, brought, transit), _alive(halves, plan, heap, transit), strict=True)
+    for (half, op, there), other in pairs:
+        arrived = there - coming.get((half, op), 0)
         most_brought = max(most_brought, min(arrived, landing))
         most_heap = max(most_heap, other + max(0, arrived - landing))
-    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan) + most_brought + most_heap
+    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + most_brought + most_heap
 
 
-def outliving_bytes(halves: Halves, plan: Plan) -> int:
+def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str], int]]:
+    """By half and op: of what was started before, the bytes that are not there when the next thing is started."""
+    for half, gm in halves.graphs():
+        nbytes = transit.coming.get((half, ""), 0)
+        for node in reversed(gm.graph.nodes):
+            yield (half, node.name), nbytes
+            nbytes = transit.coming.get((half, node.name), nbytes)
+        yield (half, "inputs"), nbytes
+
+
+def outliving_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) -> int:
     """The most that lives at once of the values that outlive their graph, which get places as they are made."""
-    return max(_alive(halves, plan, _outliving(halves))) if halves.assigned else 0
+    return max(_alive(halves, plan, _outliving(halves), transit)) if halves.assigned else 0
 
 
 def _outliving(halves: Halves) -> _Names:
@@ -59,7 +73,11 @@ def _every(halves: Halves) -> _Names:
     return {half: frozenset(n.name for n in gm.graph.nodes) for half, gm in halves.graphs()}
 
 
-def _alive(halves: Halves, plan: Plan, names: _Names) -> Iterator[int]:
+def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None) -> Iterator[int]:
     """Bytes alive while each op runs, of the values of ``names``."""
+    return (nbytes for _, _, nbytes in _at_each_op(halves, plan, names, transit))
+
+
+def _at_each_op(halves: Halves, plan: Plan, names: _Names, transit: Transit | None) -> Iterator[tuple[str, str, int]]:
     others = {half: every - names[half] for half, every in _every(halves).items()}
-    return (nbytes for _, _, nbytes in alive(halves, plan, elsewhere=others))
+    return alive(halves, plan, elsewhere=others, transit=transit)

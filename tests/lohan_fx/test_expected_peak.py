@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from torch.fx import Node
 
-from lohan_fx.budgets import choose_windows, fixed_bytes, staging_bytes
-from lohan_fx.expected_peak import added_bytes, touched_staging_bytes
+from lohan_fx import meta, ops
+from lohan_fx.budgets import choose_windows, fixed_bytes, make_budgets, staging_bytes
+from lohan_fx.expected_peak import added_bytes, touched_staging_bytes, transit_of
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.liveness import Transit
 from lohan_fx.passes.touched_values import touched_bytes
 from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
+from lohan_fx.request import Request
 from lohan_fx.runtime.state_buffer import buffer_bytes
-from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
+from lohan_fx.simulated_step import simulated_transit
+from lohan_fx.step_program import step_program
+from tests.lohan_fx.simulated import drive, machine, second_each
+from tests.passes.graphs import DECISIONS, WINDOWS, captured, plan_for, rewrite
 
 
 def plan(decision: str = "keep", home: Tier = Tier.NVME) -> Plan:
@@ -82,3 +91,78 @@ def test_beside_a_gpu_it_is_the_prediction_without_what_capture_leaves_behind() 
     said = Prediction(Stage({}), Stage({}), {"host": left_behind + (64 << 20)}, 0, 0, 0, 0)
     beside = Plan("keep", "cuda", "bfloat16", 1 << 30, 1 << 30, (), (), windows, said)
     assert added_bytes(beside, rewrite(found, plan_for(found, {}))) == 64 << 20
+
+
+# --- what is on its way ---------------------------------------------------------------------------------------------
+
+
+def simulated(read_bytes_per_s: float, write_bytes_per_s: float = 1e15) -> tuple[Halves, Plan, Transit]:
+    """A transformer all of whose parameters are on NVMe, on a CPU with such drives, an op taking a second."""
+    found = captured("transformer")
+    planned = plan_for(found, DECISIONS["keep"](found))
+    planned = dataclasses.replace(
+        planned, device="cpu", windows=dataclasses.replace(WINDOWS, fetch_bytes=32768, gradient_bytes=1 << 40)
+    )
+    halves = rewrite(found, planned)
+    hw = machine(
+        device="cpu", nvme=(drive(read_bytes_per_s, write_bytes_per_s),), h2d_bytes_per_s=1e15, d2h_bytes_per_s=1e15,
+        adam_parameters_per_s=1e15,
+    )  # fmt: skip
+    return halves, planned, simulated_transit(step_program(halves, planned, second_each), planned, hw)
+
+
+def starts(halves: Halves, half: str) -> list[Node]:
+    return [n for n in dict(halves.graphs())[half].graph.nodes if n.target in ops.STARTS]
+
+
+def test_what_slow_drives_have_not_brought_yet_has_a_place_and_touches_nothing() -> None:
+    halves, planned, slow = simulated(read_bytes_per_s=1.0)
+    first, second, *_ = starts(halves, "forward")
+    assert slow.coming["forward", first.name] == 0
+    assert slow.coming["forward", second.name] == meta.cost(first).bytes
+    fast = simulated(read_bytes_per_s=1e15)[2]
+    assert sum(fast.coming.values()) < sum(slow.coming.values())
+    same_gradients = dataclasses.replace(slow, leaving=fast.leaving)
+    assert touched_bytes(halves, planned, same_gradients) <= touched_bytes(halves, planned, fast)
+    assert touched_bytes(halves, planned, fast) <= touched_bytes(halves, planned)
+
+
+def test_what_has_arrived_is_counted_to_the_byte() -> None:
+    """Of what is brought, nothing counts where nothing has come, and all where all has."""
+    halves, planned, known = simulated(read_bytes_per_s=1e15)
+    everywhere = {(half, n.name): 1 << 40 for half in ("forward", "backward") for n in starts(halves, half)}
+    never = {**everywhere, ("forward", ""): 1 << 40, ("backward", ""): 1 << 40}
+    at_once = dict.fromkeys(never, 0)
+    nothing, all_of_it = (
+        touched_bytes(halves, planned, dataclasses.replace(known, coming=coming)) for coming in (never, at_once)
+    )
+    largest = max(meta.cost(node).bytes for half in ("forward", "backward") for node in starts(halves, half))
+    assert all_of_it - nothing >= largest
+    assert all_of_it == touched_bytes(halves, planned, dataclasses.replace(known, coming={}))
+
+
+def test_gradients_that_have_left_do_not_count_although_the_window_would_hold_them() -> None:
+    halves, planned, fast = simulated(read_bytes_per_s=1e15)
+    slow = simulated(read_bytes_per_s=1e15, write_bytes_per_s=1.0)[2]
+    last = list(fast.leaving)[-1]
+    assert list(fast.leaving[last]) == [last]
+    assert set(fast.leaving[last]) < set(slow.leaving[last])
+    assert (
+        touched_bytes(halves, planned, fast) <= touched_bytes(halves, planned, slow) <= touched_bytes(halves, planned)
+    )
+
+
+def test_only_steps_on_this_machine_are_simulated(tiny_request: Request) -> None:
+    halves, planned, _ = simulated(read_bytes_per_s=1e15)
+    here = dataclasses.replace(tiny_request.hw, machine=HardwareProfile.fingerprint())
+    assert transit_of(halves, planned, tiny_request) is None
+    assert transit_of(halves, planned, dataclasses.replace(tiny_request, hw=here)) is not None
+    assert transit_of(halves, planned, dataclasses.replace(tiny_request, hw=dataclasses.replace(here, nvme=()))) is None
+    beside = dataclasses.replace(planned, device="cuda")
+    assert transit_of(halves, beside, dataclasses.replace(tiny_request, hw=here)) is None
+
+
+@pytest.fixture
+def tiny_request() -> Request:
+    hw = machine(device="cpu")
+    return Request(hw, "keep", "float32", 1.0, (), make_budgets(hw, 1 << 40, None, WINDOWS), WINDOWS, None)
