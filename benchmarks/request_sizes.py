@@ -1,10 +1,11 @@
 """How large requests of the drives should be: the size that the search chooses against each that it could have.
 
-    python benchmarks/request_sizes.py [--cases 0,1 --rounds 4 --steps 4] [--save]
+    python benchmarks/request_sizes.py [--cases 0,1 --rounds 2 --turns 4 --steps 3] [--save]
 
-In each round each size has a process of its own, one after the other, whose plan is made for it as a whole (``staging`` then
-has no other to choose); the choice is a further process's, which does not train. Prediction and simulation are from before the
-first step. Medians over all rounds decide. Bar: the size that is chosen takes at most 1.03x the step of the fastest.
+In each round each size has a process of its own, whose plan is made for it as a whole (``staging`` then has no other to choose);
+they take turns, so that a drift of the machine hits all alike, and new ones the next round, because ops are faster in some
+processes than in others. The choice is a further process's, which does not train. Prediction and simulation are from before the
+first step. Bar: turn by turn, the size that is chosen takes in the median at most 1.03x the step of the fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import time
 import unittest.mock
 from collections.abc import Mapping
 from fractions import Fraction
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from report import arguments, at_least_one, finish, profile, with_saved
-from turns import Process, answer_each
+from turns import Process, serve
 from workload import Case, Streamed, case_arguments, chosen, streamed
 
 import lohan_fx
@@ -32,7 +32,6 @@ from lohan_fx.plan import Windows
 from lohan_fx.units import format_bytes
 
 MOST_RATIO = 1.03
-WARM_UP = 1
 CHOSEN = "chosen"
 CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 1, 128, "2.5GiB"), Case("350m", 4, 512, "2.5GiB"))
 FACTORS = {f"x{float(factor):g}": factor for factor in sorted({Fraction(1), *staging.FACTORS})}
@@ -72,18 +71,10 @@ def child(case: Case, args: argparse.Namespace) -> None:
         "staging_note": next((note for note in ours.plan.notes if note.startswith("staging")), ""),
     }
 
-    def timed() -> float:
-        start_s = time.perf_counter()
-        ours.step()
-        return time.perf_counter() - start_s
-
-    def seconds(count: str) -> list[float]:
-        return [timed() for _ in range(int(count))]
-
     def end() -> None:
         lohan_fx.release(ours.model)
 
-    answer_each(seconds, expected, end)
+    serve({"step": ours.step}, expected, end)
 
 
 def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
@@ -91,42 +82,51 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
 
     def process(name: str) -> Process:
         command = [__file__, "--child", name, "--case", json.dumps(vars(case)), "--hw", str(hw)]
-        return Process([*command, "--nvme", str(args.nvme)])
-
-    def turn(name: str) -> dict[str, Any]:
-        found = process(name)
-        seconds = found.ask(str(WARM_UP + args.steps))[WARM_UP:]
-        found.end()
-        print(f"{case}: {name}: {seconds}", file=sys.stderr, flush=True)
-        return {**found.said, "seconds": seconds}
+        return Process([*command, "--nvme", str(args.nvme / name)])
 
     asked = process(CHOSEN)
     asked.end()
-    rounds = [{name: turn(name) for name in FACTORS} for _ in range(args.rounds)]
+    said: dict[str, list[dict[str, Any]]] = {name: [] for name in FACTORS}
+    turns: list[dict[str, float]] = []
+    for _ in range(args.rounds):
+        processes = {name: process(name) for name in FACTORS}
+        for name, found in processes.items():
+            said[name].append(found.said)
+        for _ in range(args.turns):
+            turns.append({name: _turn_s(found, args.steps) for name, found in processes.items()})
+            print(f"{case}: {turns[-1]}", file=sys.stderr, flush=True)
+        for found in processes.values():
+            found.end()
     sizes = {
         name: {
-            **rounds[0][name],
-            "measured_s": statistics.median(s for one in rounds for s in one[name]["seconds"]),
-            "predicted_s": statistics.median(one[name]["predicted_s"] for one in rounds),
-            "simulated_s": statistics.median(one[name]["simulated_s"] for one in rounds),
+            **found[0],
+            "measured_s": statistics.median(turn[name] for turn in turns),
+            "predicted_s": statistics.median(one["predicted_s"] for one in found),
+            "simulated_s": statistics.median(one["simulated_s"] for one in found),
         }
-        for name in FACTORS
+        for name, found in said.items()
     }
     picked = next(name for name, found in sizes.items() if found["io_bytes"] == asked.said["io_bytes"])
-    fastest = min(sizes, key=lambda name: sizes[name]["measured_s"])
+    ratios = {name: statistics.median(turn[picked] / turn[name] for turn in turns) for name in FACTORS}
+    fastest = max(ratios, key=lambda name: ratios[name])
     return {
-        "case": str(case), "chosen": picked, "fastest": fastest, "sizes": sizes,
-        "rounds": [{name: found["seconds"] for name, found in one.items()} for one in rounds],
-        "staging_note": asked.said["staging_note"],
-        "ratio": sizes[picked]["measured_s"] / sizes[fastest]["measured_s"],
+        "case": str(case), "chosen": picked, "fastest": fastest, "ratio": ratios[fastest], "sizes": sizes,
+        "turns": turns, "staging_note": asked.said["staging_note"],
     }  # fmt: skip
+
+
+def _turn_s(process: Process, steps: int) -> float:
+    """The median step; the first finds what the others left in the caches and at the drives."""
+    seconds = [process.run("step") for _ in range(1 + steps)]
+    return statistics.median(seconds[1:])
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     case_arguments(parser)
-    parser.add_argument("--rounds", type=at_least_one, default=4)
-    parser.add_argument("--steps", type=at_least_one, default=4, help="timed steps per process")
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="of new processes")
+    parser.add_argument("--turns", type=at_least_one, default=4, help="per process")
+    parser.add_argument("--steps", type=at_least_one, default=3, help="timed steps per turn")
     parser.add_argument("--child", choices=(CHOSEN, *FACTORS), help="internal: the measured process")
     parser.add_argument("--case", help="internal: what it measures")
     args = parser.parse_args()

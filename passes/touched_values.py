@@ -73,7 +73,7 @@ def _every(halves: Halves) -> _Names:
     return {half: frozenset(n.name for n in gm.graph.nodes) for half, gm in halves.graphs()}
 
 
-def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None) -> Iterator[int]:
+def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None = None) -> Iterator[int]:
     """Bytes alive while each op runs, of the values of ``names``."""
     return (nbytes for _, _, nbytes in _at_each_op(halves, plan, names, transit))
 
