@@ -33,7 +33,12 @@ from lohan_fx.units import format_bytes
 
 MOST_RATIO = 1.03
 CHOSEN = "chosen"
-CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 1, 128, "2.5GiB"), Case("350m", 4, 512, "2.5GiB"))
+CASES = (
+    Case("demo", 4, 128, "1GiB"),
+    Case("gpt2", 2, 128, "1.5GiB"),
+    Case("350m", 1, 128, "2.5GiB"),
+    Case("350m", 4, 512, "2.5GiB"),
+)
 FACTORS = {f"x{float(factor):g}": factor for factor in sorted({Fraction(1), *staging.FACTORS})}
 """What the rule's sizes are multiplied by, by name."""
 

@@ -115,7 +115,17 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         again = make_plan(changed, asked.hw)
     except InfeasiblePlan:
         return plan
-    return staging.with_staging(again, found, 0)
+    again = staging.with_staging(again, found, 0)
+    if not staging.same_sizes(found.windows, plan.windows):
+        made_s = simulated_step_s(
+            step_program(rewrites.halves(again), again, node_seconds(request), cost.handover_s(request.hw)),
+            again,
+            asked.hw,
+            transfers=staging.TRANSFERS,
+        )
+        if made_s >= found.began_s:  # what its bytes would save elsewhere is known at the margin only
+            return _with_staging(plan, problem, rewrites, dataclasses.replace(request, chooses_sizes=False))
+    return again
 
 
 def _with_swap_out_room(plan: Plan, halves: Halves) -> Plan:
