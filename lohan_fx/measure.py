@@ -206,8 +206,8 @@ def _adam_parameters_per_s(device: str, seconds: float) -> float:
     gradient = torch.empty(each)
 
     def update() -> None:
-        for parts in (zip(*(array.split(each) for array in (*chunk, half)), strict=True) for chunk in chunks):
-            for master, mean, square, cast in parts:
+        for chunk in chunks:
+            for master, mean, square, cast in zip(*(array.split(each) for array in (*chunk, half)), strict=True):
                 gradient.copy_(cast)
                 adam.update(_ADAM_OPTIONS, 1, master, gradient, mean, square)
                 cast.copy_(master)

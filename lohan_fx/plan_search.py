@@ -104,28 +104,26 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         sizes=request.chooses_sizes and any(drive.by_request for drive in request.hw.nvme),
     )
     more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
-    if 0 <= more <= free and staging.same_sizes(found.windows, plan.windows):
+    resized = not staging.same_sizes(found.windows, plan.windows)
+    if 0 <= more <= free and not resized:
         return staging.with_staging(plan, found, more)
     asked = settled(request, found.windows)
     changed = dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows)
-    if not staging.same_sizes(found.windows, plan.windows):
+    if resized:
         keeping = rewrites.halves(_keep_everything(request))
         changed = dataclasses.replace(changed, ends=step_ends(keeping, node_seconds(request), asked.windows))
     try:
-        again = make_plan(changed, asked.hw)
+        again = staging.with_staging(make_plan(changed, asked.hw), found, 0)
     except InfeasiblePlan:
-        return plan
-    again = staging.with_staging(again, found, 0)
-    if not staging.same_sizes(found.windows, plan.windows):
-        made_s = simulated_step_s(
-            step_program(rewrites.halves(again), again, node_seconds(request), cost.handover_s(request.hw)),
-            again,
-            asked.hw,
-            transfers=staging.TRANSFERS,
-        )
-        if made_s >= found.began_s:  # what its bytes would save elsewhere is known at the margin only
-            return _with_staging(plan, problem, rewrites, dataclasses.replace(request, chooses_sizes=False))
-    return again
+        again = None
+    if not resized:
+        return plan if again is None else again
+    # What the buffers' bytes would save elsewhere is known at the margin only: the plan made for them must be faster.
+    if again is not None:
+        made = step_program(rewrites.halves(again), again, node_seconds(request), cost.handover_s(request.hw))
+        if simulated_step_s(made, again, asked.hw, transfers=staging.TRANSFERS) < found.began_s:
+            return again
+    return _with_staging(plan, problem, rewrites, dataclasses.replace(request, chooses_sizes=False))
 
 
 def _with_swap_out_room(plan: Plan, halves: Halves) -> Plan:

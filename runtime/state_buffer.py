@@ -18,6 +18,7 @@ Movement = tuple[str, int, torch.Tensor, int]
 """(extent, offset, memory, bytes) of one read or write."""
 
 ARRAYS = 5
+WHOLE = slice(None)
 
 
 def buffer_bytes(chunk_elements: int) -> int:
@@ -96,15 +97,19 @@ class StateBuffer:
         for start in range(0, self._chunk.elements, step):
             yield slice(start, min(start + step, self._chunk.elements))
 
-    def sum_gradient(self, arrived: torch.Tensor | None) -> torch.Tensor:
-        """What is held plus what ``arrived``, summed where it is held, in order of arrival."""
-        return self._summed(arrived, slice(None))
+    def sum_gradient(self, arrived: torch.Tensor | None, part: slice = WHOLE) -> torch.Tensor:
+        """What is held of ``part`` plus what ``arrived``, summed where it is held, in order of arrival."""
+        total = self._sum()[part]
+        if arrived is not None:
+            return total.add_(arrived[part]) if self._adds else total.copy_(arrived[part])
+        assert self._adds, "nothing is held and nothing arrived"
+        return total
 
     def gradient(self, arrived: torch.Tensor | None, part: slice, factors: Sequence[float] = ()) -> torch.Tensor:
         """Before an update, of ``part``: what is held plus what ``arrived``, in fp32, times ``factors`` one after the other.
         Valid until the next part is asked for; of what is held, fp32 sums in memory may get what arrived, and no factor."""
         if self._adds:
-            total = self._summed(arrived, part)
+            total = self.sum_gradient(arrived, part)
         else:
             assert arrived is not None, "nothing is held and nothing arrived"
             total = arrived[part]
@@ -116,13 +121,6 @@ class StateBuffer:
         for factor in factors:
             found.mul_(factor)
         return found
-
-    def _summed(self, arrived: torch.Tensor | None, part: slice) -> torch.Tensor:
-        total = self._sum()[part]
-        if arrived is not None:
-            return total.add_(arrived[part]) if self._adds else total.copy_(arrived[part])
-        assert self._adds, "nothing is held and nothing arrived"
-        return total
 
     def _sum(self) -> torch.Tensor:
         start, elements, held = self._chunk.start, self._chunk.elements, self._held

@@ -15,6 +15,7 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
+from lohan_fx.runtime import adam
 from tests.end_to_end.models import PERCEPTRON, Batch, Case, Output
 from tests.end_to_end.recipes import assert_same_weights, train, weights_of
 
@@ -80,6 +81,42 @@ def test_chunks_do_not_change_the_update(
         _assert_cut(model, chunk_elements)
     assert losses == expected_losses
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+def test_parts_of_a_chunk_do_not_change_the_update(
+    max_norm: float | None,
+    accumulated: int,
+    variant: str,
+    hw: HardwareProfile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 64 elements by each thread: the casts, the sums and the factors of one part leave the others alone."""
+    name, groups, options = VARIANTS[variant]
+
+    def trained(loop_elements: int) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(adam, "LOOP_ELEMENTS", loop_elements)
+        model = ODD.build()
+        lohan_fx.compile(
+            model, hw, nvme=tmp_path, host_memory="2GiB", policy="keep", compute_dtype=torch.bfloat16,
+            hold_gradients=max_norm is not None,
+        )  # fmt: skip
+        with lohan_fx.releasing(model):
+            optimizer = getattr(lohan_fx, name)(groups(model), lr=1e-2, accumulation_steps=accumulated, **options)
+            torch.manual_seed(1)
+            for number in range(2 * accumulated):
+                model(**ODD.batch()).loss.backward()
+                if number % accumulated == accumulated - 1:
+                    if max_norm is not None:
+                        lohan_fx.clip_grad_norm_(model, max_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return weights_of(model)
+
+    assert_same_weights(trained(64), trained(1 << 18))
 
 
 def test_every_variant_gives_other_numbers() -> None:

@@ -14,7 +14,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import Transit
-from lohan_fx.passes.touched_values import touched_bytes
+from lohan_fx.passes.touched_values import _alive, touched_bytes
 from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
 from lohan_fx.request import Request
 from lohan_fx.runtime.state_buffer import buffer_bytes
@@ -136,8 +136,8 @@ def test_what_has_arrived_is_counted_to_the_byte() -> None:
     nothing, all_of_it = (
         touched_bytes(halves, planned, dataclasses.replace(known, coming=coming)) for coming in (never, at_once)
     )
-    largest = max(meta.cost(node).bytes for half in ("forward", "backward") for node in starts(halves, half))
-    assert all_of_it - nothing >= largest
+    brought = {half: frozenset(node.name for node in starts(halves, half)) for half in ("forward", "backward")}
+    assert all_of_it - nothing == max(_alive(halves, planned, brought)) > 0
     assert all_of_it == touched_bytes(halves, planned, dataclasses.replace(known, coming={}))
 
 
