@@ -6,10 +6,11 @@ The models, batches and limits are those of ``prediction.py``, by number. The ca
 and so without importing and timing ops anew: the searched plan, all keep, all swap, all recompute, every policy that this
 runtime runs, and ``--random`` random feasible plans (what is done with each activation, and which parameters and states
 stay in memory, drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that.
-A candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds. Of forty
-equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again, in
-``--finals`` alternating rounds of processes of their own, and these alone decide. Bar: 1.03x the best. With ``--save``
-the cases that an earlier run saved, and this one did not compare, stay.
+A candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds; after a
+step that is ``FAR_BEHIND`` even that it gets no more steps. Of forty equally good ones chance makes one the fastest; so the
+three fastest others and the searched plan meet again, in ``--finals`` alternating rounds of processes of their own, and
+these alone decide. Bar: 1.03x the best. With ``--save`` the cases that an earlier run saved, and this one did not compare,
+stay.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from report import arguments, at_least_one, finish, profile, today, with_saved
 from turns import Ended, Process, answer_each
 from workload import Streamed, case_arguments, chosen, streamed
 
-import lohan_fx
+from lohan_fx.compile import compiled as compiled_model
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
@@ -40,6 +41,7 @@ from lohan_fx.policies import ALL
 
 MOST_RATIO = 1.03
 GIVEN_UP = 1.15
+FAR_BEHIND = 1.3
 WARM_UP = 2
 SEARCHED = "lohan"
 RANDOM = "random-"
@@ -111,12 +113,13 @@ def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, 
         start_s = time.perf_counter()
         ours.step()
         took_s = time.perf_counter() - start_s
-        if number >= WARM_UP:
+        lost = number > 0 and took_s > FAR_BEHIND * give_up_s
+        if number >= WARM_UP or lost:
             seconds.append(took_s)
-        elif number and took_s > 2 * give_up_s:  # the second: whatever comes, it has lost
-            seconds.append(took_s)
+        if lost:
             break
-    lohan_fx.release(ours.model)
+    ours.drain()
+    compiled_model(ours.model).abandon()  # nobody reads what it has learned
     return {"seconds": seconds, "predicted_s": prediction.step_s}
 
 

@@ -61,8 +61,9 @@ def _checksums(found: Figures) -> str:
 
 def _memory(found: Figures) -> str:
     return (
-        f"{found['params'] / 1e9:.2f}e9 parameters: peak RSS {found['peak_rss_bytes'] / 1e9:.2f} GB "
-        f"(predicted {found['predicted_peak_rss_bytes'] / 1e9:.2f})"
+        f"{found['params'] / 1e9:.2f}e9 parameters: {found['training_rss_bytes'] / 1e9:.2f} GB after the last step, "
+        f"{found['predicted_training_rss_bytes'] / 1e9:.2f} planned; {found['peak_rss_bytes'] / 1e9:.2f} GB at most, with the "
+        "model built in RAM before compile"
     )
 
 

@@ -186,7 +186,7 @@ def hardware(args: argparse.Namespace) -> HardwareProfile:
     saved = root / "hardware.toml"
     hw = _measured_before(saved, directories)
     if hw is None:
-        hw = HardwareProfile.measure(directories, seconds=8)
+        hw = HardwareProfile.measure(directories, device="cpu", seconds=8)
         hw.save(saved)
     if args.nvme:
         return hw

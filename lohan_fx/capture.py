@@ -177,13 +177,19 @@ def _guarded(
 
 @contextmanager
 def capture_errors() -> Iterator[None]:
-    """Turn Dynamo's report of a graph break into a ``CaptureError`` that says where and why."""
+    """Turn Dynamo's report of a graph break, or of too many graphs, into a ``CaptureError`` that says where and why."""
     try:
         yield
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise CaptureError(
             "the model cannot be captured as one graph, which lohan_fx needs to plan it: "
             f"{error}\nChange that code. lohan_fx.release(model) and torch._dynamo.explain(model)(inputs) find all such places"
+        ) from error
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise CaptureError(
+            f"the model was captured for {torch._dynamo.config.recompile_limit} kinds of inputs, and this is another, while each "
+            "shape that is trained on has graphs and a plan of its own: pad batches to one length, or to a few, and let the "
+            "loader drop the last one (drop_last=True)"
         ) from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, LohanError | ValueError):

@@ -50,7 +50,8 @@ def checkpoint(
     """Commit where the training is now; returns the checkpoint's number. Call it between ``step`` and the next backward.
 
     Takes a moment whatever the size of the model: parameters and states stay where they are on NVMe, and only what
-    the plan keeps in memory is written. It holds parameters, moments, buffers, the optimizer's param groups, step
+    the plan keeps in memory is written. (The first one of a model compiled with ``checkpoints=0`` takes disk space, and reads
+    all states once for their checksums.) It holds parameters, moments, buffers, the optimizer's param groups, step
     counts, the generators of Python, numpy and torch, and, where given, scheduler and loader (their ``state_dict``).
 
     Args:
@@ -68,7 +69,7 @@ def checkpoint(
         ValueError, TypeError: the model has no directory of its own (``compile(..., nvme=...)``), or something given
             cannot be stored.
     """
-    _check(compiled(model).engine, optimizer)
+    optimizer = _unwrapped(compiled(model).engine, optimizer)
     optimizer.parts = Parts(scheduler, loader, extra)
     return commit_training(model, optimizer, optimizer.parts, keep, verify=verify)
 
@@ -86,7 +87,7 @@ def resume(
     then, apart from a scheduler or loader that refused.
     """
     engine = compiled(model).engine
-    _check(engine, optimizer)
+    optimizer = _unwrapped(engine, optimizer)
     state = engine.resumed
     if state is None:
         return None
@@ -117,8 +118,11 @@ def resume(
     return found
 
 
-def _check(engine: Engine, optimizer: Adam) -> None:
+def _unwrapped(engine: Engine, optimizer: Adam) -> Adam:
+    """``optimizer``, or the one inside it: a callback of the Trainer is given accelerate's wrapper."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Adam):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}: expected lohan_fx.AdamW(model.parameters())")
     if optimizer.engine is not engine:
         raise ValueError("the optimizer is of another model")
+    return optimizer

@@ -17,6 +17,7 @@ from torch import nn
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
 from lohan_fx.runtime.engine import slots_by_name
+from lohan_fx.shell import Shell
 
 
 def clip_grad_norm_(
@@ -40,9 +41,19 @@ def clip_grad_norm_(
     Raises:
         StepError: this step's updates have run inside its backward already.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``; nothing was scaled.
+        ValueError: some of the parameters are trainable and not the optimizer's: their gradients, which torch would count, are
+            dropped as they come.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    trained = [p for p in parameters if isinstance(p, Shell) and p.requires_grad]
+    if dropped := [s.parameter_name for s in trained if s.owner is not None and s.owner.drops_gradients(s.slot)]:
+        raise ValueError(
+            f"the norm would leave out {', '.join(dropped[:3])}{', ...' if len(dropped) > 3 else ''}, which the optimizer was "
+            "not given, so that no gradient is kept: give it to the optimizer, freeze it by requires_grad_(False) before "
+            "compile, or name the parameters to clip"
+        )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 

@@ -10,7 +10,13 @@ from torch import nn
 
 from lohan_fx import inductor, ops, process_memory
 from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
-from lohan_fx.compile_arguments import check_arguments, check_largest, warn_if_measured_elsewhere, warn_if_slow
+from lohan_fx.compile_arguments import (
+    check_arguments,
+    check_largest,
+    warn_if_measured_elsewhere,
+    warn_if_slow,
+    warn_if_untried,
+)
 from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel
 from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.hardware import HardwareProfile
@@ -98,6 +104,7 @@ def compile(
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
     warn_if_measured_elsewhere(hw)
+    warn_if_untried(hw)
     warn_if_slow(hw, compute_dtype)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
     before = process_memory.now()

@@ -102,6 +102,16 @@ def warn_if_slow(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
         )
 
 
+def warn_if_untried(hw: HardwareProfile) -> None:
+    """Whom it concerns is the caller of ``compile``."""
+    if hw.device == "cuda":
+        warnings.warn(
+            "what moves data to and from a GPU is written, and has never run on one: compare the first losses with plain "
+            'PyTorch\'s, or take HardwareProfile.measure(nvme=[...], device="cpu")',
+            stacklevel=3,
+        )
+
+
 def warn_if_measured_elsewhere(hw: HardwareProfile) -> None:
     """Whom it concerns is the caller of ``compile``."""
     if not hw.is_this_machine():

@@ -143,7 +143,7 @@ class CompiledModel:
         if training not in self._captures:
             self._captures.add(training)
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-        with capturing(), capture_errors(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), capturing(), capture_errors():
             return self._call[training](*args, **kwargs)
 
     def _tidy_up(self) -> None:
@@ -286,7 +286,9 @@ class CompiledModel:
         if self._unconfigured:
             self._tidy_up()
         while self._unconfigured:
-            self._unconfigured[0]()
+            # What is brought home is trained later, whatever mode this call is in.
+            with torch.inference_mode(False):
+                self._unconfigured[0]()
             self._unconfigured.pop(0)
         if self._preparing:
             raise Prepared
@@ -324,6 +326,11 @@ class CompiledModel:
         if not self.engine.updates.waits(shell.slot):
             return None
         return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.updates.settled_gradients)
+
+    def drops_gradients(self, slot: int) -> bool:
+        """Whether there is an optimizer, and it was not given this parameter."""
+        options = self.engine.updates.options
+        return options is not None and options(slot) is None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture, plan and link for these inputs without running anything; the plan."""

@@ -17,7 +17,7 @@ from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture
 from lohan_fx.pipeline import plan_training, work_of
-from lohan_fx.plan import Plan, Prediction, Stage, Swap, Tier
+from lohan_fx.plan import SUM_BYTES, Plan, Prediction, Stage, Swap, Tier
 from lohan_fx.policies import named
 from lohan_fx.request import Request
 from lohan_fx.simulator import Simulation, simulate
@@ -191,11 +191,12 @@ def disk_bytes(plan: Plan) -> int:
     """Bytes that the store of ``plan`` takes on NVMe, padding aside."""
     copies = sum(p.bytes for p in plan.parameters if not p.trainable or p.bytes != 4 * p.numel)
     states = sum(12 * p.numel for p in plan.parameters if p.trainable)
-    return copies + states + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    gradients = sum(SUM_BYTES * p.numel for p in plan.parameters if p.gradient_home is Tier.NVME)
+    return copies + states + gradients + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
 
 
 def lowest_tier(plan: Plan) -> Tier:
-    used = {p.home for p in plan.parameters} | {p.states_home for p in plan.parameters}
+    used = {home for p in plan.parameters for home in (p.home, p.states_home, p.gradient_home)}
     used |= {a.decision.tier for a in plan.activations if isinstance(a.decision, Swap)}
     return Tier.NVME if Tier.NVME in used else Tier.HOST if Tier.HOST in used else Tier.DEVICE
 

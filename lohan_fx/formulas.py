@@ -33,7 +33,8 @@ def formulas(found: Forecast) -> tuple[CostModel, ...]:
 
 def symbol_values(found: Forecast) -> dict[str, float]:
     """What the symbols of all cost models stand for: ``lohan_fx.cost``'s names and the papers'."""
-    plan, work, hw = found.plan, found.work, found.asked.hw
+    plan, work = found.plan, found.work
+    hw = found.asked.hw.at_requests(plan.windows.io_bytes)
     ours = cost.values(work, hw)
     parameters = float(sum(p.numel for p in plan.parameters))
     trained = sum(p.numel for p in plan.parameters if p.trainable)

@@ -49,12 +49,23 @@ class SystemLimit:
         return fitting[-1] if fitting else None
 
 
-def relatives(name: str, dims: ModelDims | None) -> list[ModelDims]:
-    """The presets of the same kind (``gpt3-``, ``dit-``, ..) as the model ``name``, by size."""
+def relatives(name: str, dims: ModelDims | None, seq: int | None = None) -> list[ModelDims]:
+    """The presets of the same kind (``gpt3-``, ``dit-``, ..) as the model ``name`` that take ``seq`` tokens a sample, by size.
+
+    Raises ``ValueError`` where ``name`` is no preset, or where no model of the kind takes so many.
+    """
     if dims is None:
         raise ValueError(f"--max-model needs a preset, whose kind it looks through: {name} is none; --list shows them")
     kind = name.split("-")[0]
-    return sorted((d for d in MODELS.values() if d.name.split("-")[0] == kind), key=lambda dims: dims.parameters)
+    found = [d for d in MODELS.values() if d.name.split("-")[0] == kind]
+    taking = [d for d in found if seq is None or (seq == d.tokens if d.family is Family.DIT else seq <= d.positions)]
+    if not taking:
+        lengths = sorted({d.tokens if d.family is Family.DIT else d.positions for d in found})
+        raise ValueError(
+            f"--seq is {seq}: no {kind} takes so many tokens; they take {'' if dims.family is Family.DIT else 'at most '}"
+            f"{', '.join(map(str, lengths))}"
+        )
+    return sorted(taking, key=lambda dims: dims.parameters)
 
 
 def system_limit(models: Sequence[ModelDims], asked: Asked, seq: int | None) -> SystemLimit:

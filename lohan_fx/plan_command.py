@@ -284,7 +284,7 @@ def _largest_model(
     make: Callable[[ModelSource, int, int | None], Subject],
 ) -> int:
     """What our planner can do under the policy, and what its system itself could: batch 1 (LoHan's protocol, L-EX-01)."""
-    models = relatives(source.name, source.dims)
+    models = relatives(source.name, source.dims, seq)
     subjects = [(dims.name, functools.partial(make, source_of(dims.name), BATCH, seq)) for dims in models]
     limit = system_limit(models, asked, seq)
     rows = max_model(subjects, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -56,7 +57,22 @@ def _of_graphs(plan: Plan) -> tuple[object, ...]:
 
 
 def search(rewrites: Rewrites, request: Request) -> Plan:
-    """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match."""
+    """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match.
+
+    Raises ``InfeasiblePlan``, also of the smallest requests, which take the least memory.
+    """
+    try:
+        return _planned(rewrites, request)
+    except InfeasiblePlan:
+        if not request.chooses_sizes:
+            raise
+        smallest = settled(request, staging.smallest(request.windows))
+        with contextlib.suppress(InfeasiblePlan):  # what would fit is said of what was asked for
+            return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True))
+        raise
+
+
+def _planned(rewrites: Rewrites, request: Request) -> Plan:
     seconds = node_seconds(request)
     keeping = rewrites.halves(_keep_everything(request))
     costs = traffic(keeping, _keep_everything(request), seconds)

@@ -296,6 +296,8 @@ class SimulatedMemory:
 
 def _cut(total: int, size: int, most: int) -> list[int]:
     """``total`` in pieces of ``size``, or of the multiple of it that makes no more than ``most``."""
+    if not total:
+        return []  # of a parameter without elements
     count = -(-total // size)
     size *= -(-count // most)
     return [min(size, total - start) for start in range(0, total, size)]

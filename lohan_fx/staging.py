@@ -80,7 +80,7 @@ def choose(
                 best = asked
         return best
 
-    best = better(windows, _resized(windows)) if sizes else windows
+    best = better(windows, (_resized(windows, factor) for factor in FACTORS)) if sizes else windows
     layer_chunks = -(-layer_elements // best.chunk_elements)
     for purpose in PURPOSES:
         if not (shared and purpose == "gradient_buffers"):  # gradients are updated where they are
@@ -89,14 +89,18 @@ def choose(
     return Staging(best, seconds(best), seconds(windows), seconds(least), per_byte_s)
 
 
+def smallest(windows: Windows) -> Windows:
+    """With the smallest sizes that ``choose`` tries."""
+    return _resized(windows, min(FACTORS))
+
+
 def least_chunk_elements(windows: Windows) -> int:
-    """Of the sizes that ``choose`` tries: by these the store is laid out, so that each of them is a whole number of them."""
-    return int(windows.chunk_elements * min(FACTORS))
+    """By so many the store is laid out, so that each size that ``choose`` tries is a whole number of them."""
+    return smallest(windows).chunk_elements
 
 
-def _resized(windows: Windows) -> Iterator[Windows]:
-    for factor in FACTORS:
-        yield dataclasses.replace(windows, **{size: int(getattr(windows, size) * factor) for size in SIZES})
+def _resized(windows: Windows, factor: Fraction) -> Windows:
+    return dataclasses.replace(windows, **{size: int(getattr(windows, size) * factor) for size in SIZES})
 
 
 def _others(best: Windows, purpose: str, layer_chunks: int) -> list[Windows]:

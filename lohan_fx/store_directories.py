@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lohan_fx.hardware import HardwareProfile
 
 Directories = str | Path | Sequence[str | Path]
-
-_run_numbers = itertools.count()
 
 
 def directories_for(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Path], Callable[[], None]]:
@@ -31,10 +30,15 @@ def directories_for(nvme: Directories | None, hw: HardwareProfile) -> tuple[list
     if known:
         return known, lambda: None
     root = default_nvme_root()
+    root.mkdir(parents=True, exist_ok=True)
     _remove_stale(root)
-    directory = root / f"run-{os.getpid()}-{next(_run_numbers)}"
-    directory.mkdir(parents=True, mode=0o700)
-    return [directory], lambda: shutil.rmtree(directory, ignore_errors=True)
+    directory, lock = _made_for_this_run(root)
+
+    def remove() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+    return [directory], remove
 
 
 def is_temporary(nvme: Directories | None, hw: HardwareProfile) -> bool:
@@ -47,12 +51,32 @@ def default_nvme_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lohan_fx"
 
 
+def _made_for_this_run(root: Path) -> tuple[Path, int]:
+    """A directory below ``root``, and the descriptor that holds its lock, which ends with the process, however that ends.
+
+    It is locked before it gets a name by which it could be taken for a stale one. Process ids would not tell: those of
+    other containers and hosts that share ``root`` mean nothing here, and in a container all runs have the same.
+    """
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=root))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return made.rename(root / f"run-{os.getpid()}-{made.name.removeprefix('new-')}"), lock
+
+
 def _remove_stale(root: Path) -> None:
-    """Remove what runs that were killed have left in the default place."""
+    """Remove what runs that were killed have left in the default place: what nobody holds a lock of."""
     for directory in root.glob("run-*-*"):
-        pid = directory.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        try:
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # another process was faster
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
+        except OSError:
+            pass  # it is in use, or on a file system that cannot tell
+        finally:
+            os.close(lock)
 
 
 def bandwidths(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | None:

@@ -30,8 +30,13 @@ _LANES = {
     ops.OFFLOAD_GRAD: Lane.D2H,
 }
 
-# Views whose schema does not say so: `_unsafe_view` and `wait` hand their input's storage on.
-_SILENT_VIEWS = (torch.ops.aten._unsafe_view.default, ops.WAIT)
+# Views whose schema does not say so: they hand their input's storage on.
+_SILENT_VIEWS = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,  # also of `unsafe_chunk`, as in LSTM and GRU cells
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    ops.WAIT,
+)
 
 
 def annotate(gm: GraphModule) -> None:

@@ -79,8 +79,10 @@ class Engine:
     def configure(self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int]) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
 
-        The first plan fixes the staging buffers; a later one (another input shape) only adds places.
+        The first plan fixes the staging buffers; a later one (another input shape) only adds places. Raises ``StepError``
+        where updates of a step that is half done may be on their way to what is moved here.
         """
+        self.micro_batches.forward_begins()
         if self._machine is None:
             self._set_up(plan)
         ops.bind(activation_slots, self)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,11 +177,26 @@ class Generations:
         """Whether there is, or may be, a manifest that names what is in the files."""
         return bool(self.committed) or self._committing or self._uncertain is not None
 
-    def _commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
+    def without_checksum(self) -> Iterator[tuple[str, int]]:
+        """Name and number of the chunks whose checksum must be found before a commit. Raises ``StoreError`` where none can
+        be made."""
+        self._refuse_if_uncertain("committing a checkpoint")
         for name, (_, versions) in self._extents.items():
             self._refuse_if_failed(name, versions)
-            for chunk in versions.unknown():
-                self._find_checksum(name, versions, chunk)
+        for name, (_, versions) in self._extents.items():
+            yield from ((name, chunk) for chunk in versions.unknown())
+
+    def find_checksum(self, name: str, chunk: int) -> None:
+        """Read the chunk for its checksum."""
+        versions = self.versions(name)
+        span = versions.span_of(chunk)
+        view = _scratch(span)
+        self._files.read_pieces(versions.pieces(chunk), span.start, view, f"reading {name!r} for its checksum")
+        versions.sums[chunk], versions.known[chunk] = checksum(view), True
+
+    def _commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
+        for name, chunk in self.without_checksum():
+            self.find_checksum(name, chunk)
         try:
             self._files.flush()
         except BaseException as error:
@@ -218,17 +233,11 @@ class Generations:
             self.read(versions, whole.start, _scratch(whole), f"reading back {name!r}")
 
     def _refuse_if_failed(self, name: str, versions: Versions) -> None:
-        if versions.failed.any():
+        if versions.lost:
             raise StoreError(
                 f"committing a checkpoint: a write to {name!r} failed, and what it was to write has not been written "
                 "since; finish another step, or resume from the last checkpoint"
             )
-
-    def _find_checksum(self, name: str, versions: Versions, chunk: int) -> None:
-        span = versions.span_of(chunk)
-        view = _scratch(span)
-        self._files.read_pieces(versions.pieces(chunk), span.start, view, f"reading {name!r} for its checksum")
-        versions.sums[chunk], versions.known[chunk] = checksum(view), True
 
     def _name_directories(self) -> None:
         for index, directory in enumerate(self._directories):

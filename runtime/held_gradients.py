@@ -82,6 +82,8 @@ class HeldGradients:
             assert resident.held is not None
             if resident.held.dtype != STATE_DTYPE:
                 resident.held = self._widened(slot, resident.held)
+            elif resident.held.borrowed and resident.held.memory is not None:
+                resident.held.memory, resident.held.borrowed = resident.held.memory.clone(), False
             resident.held.norms.clear()
         else:
             dtype = parameter.compute_dtype if alone and not self.applied_late(slot) else STATE_DTYPE
@@ -102,7 +104,7 @@ class HeldGradients:
         whole = flat.is_contiguous() and flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
         if not (first and alone and in_place and whole and held.memory is not None and held.dtype == flat.dtype):
             return False
-        held.memory = flat
+        held.memory, held.borrowed = flat, True
         resident.contributions = 1
         return True
 

@@ -207,6 +207,7 @@ class NvmeStore:
             try:
                 if verify:
                     self._verify(self._generations)
+                self._find_checksums(self._generations)
                 before_bytes = self._generations.manifest_bytes
                 commit = partial(self._generations.commit, state, ends)
                 number = self._in_time(commit, f"committing a checkpoint in {self._where()}")
@@ -223,6 +224,12 @@ class NvmeStore:
         for name, versions in self._extents.kept():
             for chunk in versions.fresh():
                 self._in_time(partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
+
+    def _find_checksums(self, generations: Generations) -> None:
+        """Of what was written in parts, or before checkpoints were asked for, which may be all: a call per chunk, as above."""
+        for name, chunk in generations.without_checksum():
+            find = partial(generations.find_checksum, name, chunk)
+            self._in_time(find, f"reading chunk {chunk} of {name!r} for its checksum")
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""

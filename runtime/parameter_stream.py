@@ -89,7 +89,8 @@ class ParameterStream:
     ) -> tuple[torch.Tensor, Parts]:
         """The value on the device, and what starts the copies to it, from host memory or by way of it."""
         machine = self._machine
-        value = torch.empty(parameter.shape, dtype=parameter.compute_dtype, device=machine.device)
+        with torch.inference_mode(False):  # a lane, which is in no such mode, writes it
+            value = torch.empty(parameter.shape, dtype=parameter.compute_dtype, device=machine.device)
         flat = value.view(-1).view(torch.uint8) if parameter.numel else value
         after = machine.link.mark()
         if resident.compute is not None:

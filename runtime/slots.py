@@ -118,13 +118,15 @@ class Held:
 
     ``memory`` is flat and of ``dtype``; None: the slot's gradient extent. ``norms``: 2-norms of the pieces of what is held
     now, by the piece's first element; empty where nobody has measured. ``factors``: what the gradient is multiplied by
-    before it is applied, in this order; ``memory`` itself is never changed by them.
+    before it is applied, in this order; ``memory`` itself is never changed by them. ``borrowed``: ``memory`` is what the
+    graph returned, which may be the gradient of another parameter too (of ``a + b``).
     """
 
     dtype: torch.dtype
     memory: torch.Tensor | None = None
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     factors: list[torch.Tensor] = field(default_factory=list)
+    borrowed: bool = False
 
 
 @dataclass

@@ -181,9 +181,10 @@ class States:
             return
         assert resident.master is not None and resident.exp_avg is not None and resident.exp_avg_sq is not None
         master, exp_avg, exp_avg_sq = resident.master, resident.exp_avg, resident.exp_avg_sq
-        resident.master = resident.exp_avg = resident.exp_avg_sq = None
         self._write(parameter.master_extent, master, parameter.master_dtype)
-        self.write_moments(slot, exp_avg.view(parameter.shape), exp_avg_sq.view(parameter.shape))
+        self._store_moments(parameter, exp_avg, exp_avg_sq)
+        # Now that they are there: should writing them fail, those in memory are the only ones.
+        resident.master = resident.exp_avg = resident.exp_avg_sq = None
         if resident.compute is master:
             resident.compute, resident.on_device = None, False
 

@@ -151,7 +151,7 @@ class StepUpdates:
 
         Where gradients are held anyway, or the plan says so of a parameter, updates are only begun, in the order in which
         the next forward will want the parameters; what they are made of is fixed here. May be called again if it was
-        interrupted.
+        interrupted while it waited; interrupted in an update, it tears the step.
         """
         assert self.options is not None
         optimizer = self._ready()
@@ -179,7 +179,12 @@ class StepUpdates:
             if options is not None:
                 self._micro_batches.gradient_applied()
                 self.applied_with[slot] = options
-                self._ready().apply_held(slot, options)
+                try:
+                    self._ready().apply_held(slot, options)
+                except BaseException as error:
+                    # Also of Ctrl-C: how far an update on this thread had come, nobody could tell the next call.
+                    self._micro_batches.update_failed(error)
+                    raise
 
     def _to_apply(self) -> tuple[list[int], list[int]]:
         """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins: first

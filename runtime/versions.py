@@ -44,7 +44,8 @@ class Versions:
         self.current: SlotNumbers = np.zeros(count, np.uint8)
         self.sums: Sums = np.zeros(count, np.uint64)
         self.known = np.zeros(count, np.bool_)
-        self.failed = np.zeros(count, np.bool_)
+        # By chunk: the first and the last byte + 1 of what was to be written, and has not been since.
+        self.lost: dict[int, tuple[int, int]] = {}
         self.kept: list[SlotNumbers] = []
         # Written since the last commit, so that no generation needs what is there.
         self._fresh = np.ones(count, np.bool_)
@@ -118,11 +119,19 @@ class Versions:
         """``span`` is written; ``checksum`` is that of the chunk, where it is the whole of it. Lock held."""
         if checksum is not None:
             self.sums[span.chunk], self.known[span.chunk] = checksum, True
-            self.failed[span.chunk] = False
+        if span.chunk in self.lost:
+            start, end = self.lost.pop(span.chunk)
+            if span.start <= start:
+                start = max(start, span.end)
+            if span.end >= end:
+                end = min(end, span.start)
+            if start < end:
+                self.lost[span.chunk] = start, end
 
     def write_failed(self, span: Span) -> None:
-        """What is there now is neither old nor new: nothing is committed before the whole chunk is written. Lock held."""
-        self.failed[span.chunk] = True
+        """What is there now is neither old nor new: nothing is committed before all of it is written again. Lock held."""
+        start, end = self.lost.get(span.chunk, (span.start, span.end))
+        self.lost[span.chunk] = min(start, span.start), max(end, span.end)
 
     def must_check(self, span: Span) -> bool:
         """Whether what is read of ``span`` is to be compared with the chunk's checksum: where that is known, if all of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -44,6 +45,15 @@ def short_collections() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """For a store that stays there when it is closed, as one with checkpoints does; gone before ``leak_check`` looks."""
+    made = tmp_path / "nvme"
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture

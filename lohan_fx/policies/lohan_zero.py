@@ -10,27 +10,45 @@ import dataclasses
 from lohan_fx import problem as problems
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_search import joint_search
-from lohan_fx.memory_model import check, missing
+from lohan_fx.memory_model import check, missing, needed
 from lohan_fx.plan import SUM_BYTES, Plan, Tier
 from lohan_fx.policies.layout import waiting
 from lohan_fx.policies.lohan import LOHAN
 from lohan_fx.problem import Problem
 
+ATTEMPTS = 3
+"""How often is decided again because gradients that wait need memory which the plan has filled."""
+
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
-    plan = joint_search(_with_room_for_small_gradients(problem), hw)
-    peak = problem.device_peak(plan)
-    all_in_memory = all(p.states_home is not Tier.NVME for p in plan.parameters)
-    if all_in_memory and not missing(problem, waiting(plan, Tier.HOST), peak):
-        return waiting(plan, Tier.HOST)
-    plan = waiting(plan, Tier.NVME)
-    check(problem, plan, peak)
+    small = (p.numel for p in problem.parameters if p.trainable and p.numel <= problems.SMALL_PARAMETER_ELEMENTS)
+    room = SUM_BYTES * sum(small)
+    for _ in range(ATTEMPTS):
+        at_once = joint_search(_leaving(problem, room), hw)
+        plan = _waiting(problem, hw, at_once)
+        if not _missing(problem, plan):
+            break
+        # A gradient that leaves is in memory for longer than one that is updated where it is.
+        before, after = (needed(problem, found, problem.device_peak(found)) for found in (at_once, plan))
+        room = max(room, *(after[tier] - before[tier] for tier in after))
+    check(problem, plan, problem.device_peak(plan))
     return plan
 
 
-def _with_room_for_small_gradients(problem: Problem) -> Problem:
-    trained = (p.numel for p in problem.parameters if p.trainable)
-    room = SUM_BYTES * sum(numel for numel in trained if numel <= problems.SMALL_PARAMETER_ELEMENTS)
+def _waiting(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
+    in_memory = waiting(plan, Tier.HOST)
+    all_in_memory = all(p.states_home is not Tier.NVME for p in plan.parameters)
+    if not hw.nvme or (all_in_memory and not _missing(problem, in_memory)):
+        return in_memory
+    return waiting(plan, Tier.NVME)
+
+
+def _missing(problem: Problem, plan: Plan) -> dict[str, int]:
+    return missing(problem, plan, problem.device_peak(plan))
+
+
+def _leaving(problem: Problem, room: int) -> Problem:
+    """``problem`` without so many bytes."""
     budgets = dataclasses.replace(problem.budgets, fixed_bytes=problem.budgets.fixed_bytes + room)
     return dataclasses.replace(problem, budgets=budgets)
 

@@ -61,6 +61,21 @@ def steps_of(*counts: int, case: Case = PERCEPTRON) -> Loop:
     return loop
 
 
+class Shared(nn.Module):
+    """Adds two parameters, which then have the same gradient: one tensor, handed over twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(24, 300)), nn.Parameter(torch.randn(24, 300))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Output:
+        prediction = (x @ (self.one + self.other)).tanh()
+        return Output((prediction.mean(dim=1) - y[:, 0]).square().mean(), prediction)
+
+
+SHARED = Case("shared", Shared, vectors)
+
+
 def assert_exact(loop: Loop, streamed: Streamed, *, case: Case = PERCEPTRON, **options: Any) -> None:
     """``loop`` gives the same losses and weights on lohan_fx as on plain PyTorch."""
     expected, model = case.build(), case.build()
@@ -81,6 +96,17 @@ def test_three_backwards_per_step_are_exact(case: Case, streamed: Streamed) -> N
 
 def test_three_backwards_declared_are_exact(streamed: Streamed) -> None:
     assert_exact(steps_of(3, 3, 3), streamed, accumulation_steps=3)
+
+
+def test_a_gradient_that_two_parameters_share_is_summed_for_each(streamed: Streamed) -> None:
+    """Where it is held as it came, and another of the same step is added."""
+
+    def loop(model: nn.Module, optimizer: Any) -> list[float]:
+        if hasattr(model, "_lohan_fx"):
+            compiled(model).engine.updates.holds = True
+        return steps_of(1, 1, 3, 2, 1, case=SHARED)(model, optimizer)
+
+    assert_exact(loop, streamed, case=SHARED)
 
 
 def test_bf16_gradients_are_summed_in_fp32(streamed: Streamed) -> None:

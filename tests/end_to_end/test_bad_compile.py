@@ -11,7 +11,9 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from torch import nn
 
 import lohan_fx
-from lohan_fx import store_directories
 from lohan_fx.capture import prepare_dynamo
+from lohan_fx.compile import compiled
+from lohan_fx.compile_arguments import warn_if_untried
 from lohan_fx.errors import CaptureError, InfeasiblePlan, StoreError
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.plan import Plan
@@ -151,21 +154,29 @@ def test_the_default_directory_is_removed_when_compile_fails(cache: Path, monkey
 def test_the_default_directory_is_removed_with_what_killed_runs_left(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also those of the same process id as this one's, as in a container that is started again."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = cache / f"run-{ended.pid}-0"
-    left.mkdir(parents=True)
-    (left / "lohan_fx.store").write_text("gigabytes")
+    for name in (f"run-{ended.pid}-0", f"run-{os.getpid()}-0"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "lohan_fx.store").write_text("gigabytes")
     model = lohan_fx.compile(Tiny(), profile(), host_memory="2GiB")
-    assert [path.name for path in cache.iterdir()] == [f"run-{os.getpid()}-{next_run() - 1}"]
+    (made,) = cache.iterdir()
+    assert made.name.startswith(f"run-{os.getpid()}-") and made.name != f"run-{os.getpid()}-0"
     lohan_fx.release(model)
     assert not list(cache.iterdir())
 
 
-def next_run() -> int:
-    """The number of the next run in the default place."""
-    number = next(store_directories._run_numbers)
-    return number
+def test_what_a_run_that_cannot_be_seen_uses_is_left_alone(cache: Path) -> None:
+    """One in another container, or on another host: its process id means nothing here."""
+    model = lohan_fx.compile(Tiny(), profile(), host_memory="2GiB")
+    (made,) = cache.iterdir()
+    theirs = made.rename(cache / "run-999999999-theirs")
+    lohan_fx.release(lohan_fx.compile(Tiny(), profile(), host_memory="2GiB"))
+    assert [path.name for path in cache.iterdir()] == [theirs.name]
+    theirs.rename(made)
+    lohan_fx.release(model)
+    assert not list(cache.iterdir())
 
 
 def faulty_store(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> None:
@@ -378,6 +389,20 @@ def test_parameters_edited_without_gradients(nvme: Path) -> None:
     lohan_fx.release(model)
 
 
+def test_more_shapes_than_plans_are_made_for(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.compiled_model.RECOMPILE_LIMIT", 2)
+    with lohan_fx.releasing(streamed(Tiny(), nvme)) as model:
+        optimizer = lohan_fx.AdamW(model.parameters())
+        for rows in (3, 4, 5):
+            trained = nullcontext() if rows < 5 else pytest.raises(CaptureError, match=r"for 2 kinds of inputs.*pad")
+            with trained:
+                model(batch(rows=rows)).sum().backward()
+                optimizer.step()
+        model(batch(rows=4)).sum().backward()  # those that it has go on
+        optimizer.step()
+        assert len(compiled(model).plans) == 2
+
+
 def test_inputs_of_a_wrong_shape(nvme: Path) -> None:
     plain = Plain(Tiny())
     model = streamed(Tiny(), nvme)
@@ -528,6 +553,14 @@ def test_a_dtype_without_kernels_is_warned_of(nvme: Path) -> None:
         model = streamed(Tiny(), nvme, hw=slow, compute_dtype=torch.bfloat16)
     assert [warning.filename for warning in warned] == [__file__]
     lohan_fx.release(model)
+
+
+def test_that_no_gpu_was_tried_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"has never run on one.*device=\"cpu\""):
+        warn_if_untried(profile(device="cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_untried(profile())
 
 
 def test_a_profile_of_a_gpu_where_there_is_none(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

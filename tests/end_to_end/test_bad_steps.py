@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import LohanError, OffloadedParameterError, StepError
+from lohan_fx.runtime.chunk_update import ChunkUpdate
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from tests.tiny import Plain, Tiny, batch, profile, same_weights
@@ -178,6 +181,20 @@ def test_some_of_the_parameters_train_only_those(tmp_path: Path) -> None:
         plain.step(batch(seed))
     lohan_fx.release(model)
     same_weights(model, plain.model)
+
+
+def test_no_norm_leaves_out_parameters_in_silence(tmp_path: Path) -> None:
+    """Which torch would count; of those that the optimizer was not given no gradient is kept."""
+    model = lohan_fx.compile(Tiny(), profile(), nvme=tmp_path, host_memory="2GiB", compute_dtype=torch.float32)
+    optimizer = lohan_fx.AdamW(model.layers[1:].parameters(), lr=0.01)
+    model(batch()).backward()
+    with pytest.raises(
+        ValueError, match=r"leave out layers\.0\.weight, layers\.0\.bias, which the optimizer was not given"
+    ):
+        lohan_fx.clip_grad_norm_(model, 1.0)
+    lohan_fx.clip_grad_norm_(model.layers[1:].parameters(), 1.0)
+    optimizer.step()
+    lohan_fx.release(model)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------
@@ -584,6 +601,36 @@ def test_an_interrupted_step_may_be_called_again(any_pair: Pair, monkeypatch: py
         pair.plain.step(batch(seed))
         same_weights(pair.model, pair.plain.model)
     pair.goes_on()
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_update_that_is_interrupted_tears_the_step(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that calls ``step``: how far it came nobody could tell the next call, which must not end well."""
+    pair = Pair(tmp_path, "in-memory")
+    pair.engine.updates.holds = True
+    pair.step(0)
+    before = {name: value.clone() for name, value in pair.model.state_dict().items()}
+    moments = copy.deepcopy(pair.optimizer.state_dict())
+    pair.model(batch(1)).backward()
+    calls, compute = itertools.count(), ChunkUpdate.compute
+
+    def interrupted(self: ChunkUpdate, *args: Any) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        compute(self, *args)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ChunkUpdate, "compute", interrupted)
+        pair.optimizer.step()
+    for again in (pair.optimizer.step, lambda: pair.model(batch(1)), pair.model.state_dict):
+        with pytest.raises(StepError, match="a step failed after some parameters had been updated"):
+            again()
+    pair.model.load_state_dict(before)
+    pair.optimizer.load_state_dict(moments)
+    for seed in (1, 2):
+        pair.step(seed)
+    lohan_fx.release(pair.model)
+    same_weights(pair.model, pair.plain.model)
 
 
 # --- parameters frozen and thawed -----------------------------------------------------------------------------

@@ -106,14 +106,6 @@ Begin = Callable[..., Training]
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "nvme"
-    made.mkdir()
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture
 def begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     made: list[Training] = []
 

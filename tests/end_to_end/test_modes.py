@@ -75,6 +75,27 @@ def test_evaluation_before_training_and_in_inference_mode(streamed: Any) -> None
         assert torch.equal(model(**batch).prediction, expected(**batch).prediction)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_after_a_first_call_in_inference_mode(dtype: torch.dtype, streamed: Any) -> None:
+    """What that call brings into memory is trained."""
+
+    def run(model: Any, recipe: Any) -> list[float]:
+        model.eval()
+        with torch.inference_mode():
+            model(**vectors())
+        return train(model.train(), recipe, PERCEPTRON, 3)
+
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    recipe = MasterAdamW(expected, lr=LR) if dtype is torch.bfloat16 else adamw(expected)
+    graph = expected
+    if dtype is torch.bfloat16:
+        graph = torch.compile(expected, backend="aot_eager", dynamic=False)
+    wanted = run(graph, recipe)
+    torch._dynamo.reset()
+    with streamed(model, dtype, policy="in-memory"):
+        assert run(model, adamw(model)) == wanted
+
+
 def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
     expected, model = LLAMA.build().eval(), LLAMA.build().eval()
     prompt = torch.tensor([[5, 17, 3]])

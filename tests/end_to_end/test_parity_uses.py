@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,70 @@ def _compile(
 ) -> nn.Module:
     nvme.mkdir(exist_ok=True)
     return lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=dtype, policy=policy, host_memory="2GiB")
+
+
+class Gated(nn.Module):
+    """Reads both halves of a value, by ops whose schema hides that they are its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.cell, self.down = nn.Linear(24, 256), nn.GRUCell(128, 128), nn.Linear(128, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, value = torch.unsafe_chunk(self.up(x), 2, dim=-1)
+        first, second = torch.unsafe_split_with_sizes(self.cell(F.silu(gate) * value), [64, 64], dim=-1)
+        hidden = torch.cat([F.gelu(second), first.tanh()], dim=-1)
+        return self.down(hidden), hidden
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap-nvme"])
+def test_parts_whose_op_does_not_say_that_they_are_views(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    def use(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            output, hidden = model(torch.randn(256, 24))  # 256 KiB: large enough for a place in the workspace
+            loss = output.square().mean() + hidden.abs().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    expected = Gated()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+class Registers(nn.Module):
+    """With none of the tokens that it could learn: a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registers, self.up = nn.Parameter(torch.zeros(1, 0, 24)), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.cat([self.registers.expand(len(x), -1, -1), x[:, None]], dim=1)
+        output = self.up(hidden).tanh()
+        return output, output
+
+
+def test_a_parameter_without_elements(hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Registers()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        torch.manual_seed(1)
+        assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+        assert lohan_fx.simulate(model).step_s > 0
+    assert_same_weights(weights_of(model), weights_of(expected))
 
 
 def test_two_backwards_through_one_graph_are_exact_if_it_is_kept(hw: HardwareProfile, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,14 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx import plan_search
 from lohan_fx.budgets import choose_windows, parse_bytes
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile, RequestRate
+from lohan_fx.planner import make_plan
+from lohan_fx.problem import Problem
 from lohan_fx.runtime.generation_files import read_generations
+from lohan_fx.simulated_step import simulated_step_s
 from tests.end_to_end.models import Case, Output
 from tests.end_to_end.recipes import assert_same_weights, train, weights_of
 
@@ -52,14 +54,6 @@ def liking(hw: HardwareProfile, factor: float) -> HardwareProfile:
 
 def streamed(hw: HardwareProfile, nvme: Path, **options: Any) -> nn.Module:
     return lohan_fx.compile(WIDE.build(), hw, nvme=nvme, compute_dtype=torch.float32, host_memory=PROMISE, **options)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "nvme"
-    made.mkdir()
-    yield made
-    shutil.rmtree(made)
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
@@ -149,4 +143,52 @@ def test_a_checkpoint_from_before_the_first_step_is_of_no_size(
         optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-2)
         lohan_fx.resume(model, optimizer)
         assert train(model, optimizer, WIDE, STEPS) == expected_losses
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_where_no_plan_fits_smaller_requests_are_tried(
+    hw: HardwareProfile, directory: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take less memory: a promise at which requests become larger must not be the end of a model that fitted."""
+    expected, _, expected_losses = plain
+
+    def plan_made(problem: Problem, hw: HardwareProfile) -> lohan_fx.Plan:
+        if problem.windows.io_bytes == RULE.io_bytes:
+            raise lohan_fx.InfeasiblePlan("no memory is left")
+        return make_plan(problem, hw)
+
+    monkeypatch.setattr(plan_search, "make_plan", plan_made)
+    with lohan_fx.releasing(streamed(hw, directory)) as model:
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-2)
+        assert train(model, optimizer, WIDE, STEPS) == expected_losses
+        windows = compiled(model).plans[-1].windows
+        assert (2 * windows.io_bytes, 2 * windows.chunk_elements) == (RULE.io_bytes, RULE.chunk_elements)
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+@pytest.mark.parametrize("why", ["it does not fit", "it is slower"])
+def test_a_plan_for_other_sizes_that_comes_to_nothing_leaves_the_planners_own(
+    why: str, hw: HardwareProfile, directory: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _, expected_losses = plain
+    made: list[int] = []
+
+    def plan_made(problem: Problem, hw: HardwareProfile) -> lohan_fx.Plan:
+        made.append(problem.windows.io_bytes)
+        if why == "it does not fit" and made[-1] != RULE.io_bytes:
+            raise lohan_fx.InfeasiblePlan("no memory is left for requests of that size")
+        return make_plan(problem, hw)
+
+    def step_s(*args: Any, **options: Any) -> float:
+        """From the second plan on, which is the one to be compared, steps take ten times as long."""
+        return simulated_step_s(*args, **options) * (1 if len(made) == 1 else 10)
+
+    monkeypatch.setattr(plan_search, "make_plan", plan_made)
+    monkeypatch.setattr(plan_search, "simulated_step_s", step_s)
+    with lohan_fx.releasing(streamed(liking(hw, 2), directory)) as model:
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=1e-2)
+        assert train(model, optimizer, WIDE, STEPS) == expected_losses
+        windows = compiled(model).plans[-1].windows
+        assert made == [RULE.io_bytes, 2 * RULE.io_bytes]
+        assert (windows.io_bytes, windows.chunk_elements) == (RULE.io_bytes, RULE.chunk_elements)
     assert_same_weights(weights_of(model), weights_of(expected))

@@ -14,6 +14,7 @@ from torch import nn
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
+from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.models import GPT2_SHALLOW, TOKENS, VOCABULARY
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
@@ -111,3 +112,36 @@ def test_without_our_optimizer_it_says_what_to_do(trainer: Any, on_nvme: Any) ->
         with pytest.raises(StepError, match=r"create lohan_fx\.AdamW"):
             trainer(model, None, max_steps=1).train()
         assert compiled(model).engine.updates.options is None
+
+
+class Commits(transformers.TrainerCallback):
+    """Commits after the given step, by what the Trainer hands to its callbacks."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self._step:
+            lohan_fx.checkpoint(given["model"], given["optimizer"], extra=state.global_step)
+
+
+def test_a_callback_commits_without_copies(trainer: Any, hw: HardwareProfile, directory: Path) -> None:
+    def begin(**options: Any) -> tuple[nn.Module, lohan_fx.AdamW]:
+        model = lohan_fx.compile(GPT2_SHALLOW.build(), hw, compute_dtype=torch.float32, policy="lohan-ds",
+                                 host_memory="2GiB", **options)  # fmt: skip
+        return model, lohan_fx.AdamW(model.parameters(), lr=LR)
+
+    model, optimizer = begin(nvme=directory, checkpoints=1)
+    with lohan_fx.releasing(model):
+        trained = trainer(model, optimizer, max_steps=2)
+        trained.add_callback(Commits(2))
+        trained.train()
+        moments = optimizer.state_dict()["state"]
+    expected = weights_of(model)
+    model, optimizer = begin(resume_from_checkpoint=[directory])
+    with lohan_fx.releasing(model):
+        resumed = lohan_fx.resume(model, optimizer)
+        assert resumed is not None and (resumed.step, resumed.extra) == (2, 2)
+        for slot, state in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, moments[slot][name]) for name, value in state.items())
+    assert_same_weights(weights_of(model), expected)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.forecast import Asked, Forecast, Subject, forecast
 from lohan_fx.formulas import formula_data, formula_text, formulas, symbol_values
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.hardware import HardwareProfile, RequestRate
 from lohan_fx.meta_capture import meta_capture
 from lohan_fx.model_families import model_from_config
 from lohan_fx.policies import ALL, named
@@ -45,6 +45,15 @@ def test_each_system_shows_its_own_formula(subject: Subject, policy: str) -> Non
     for model in theirs:
         assert model.formula(values) in numbers and model.formula() in names
         assert model.seconds(values) > 0
+
+
+def test_drives_have_their_rates_for_requests_of_the_plans_size(subject: Subject) -> None:
+    rates = tuple(RequestRate(1 << size, 1e8 * size, 1e8 * size, 1e8 * size) for size in (16, 20, 26))
+    hw = dataclasses.replace(HW, nvme=tuple(dataclasses.replace(drive, by_request=rates) for drive in HW.nvme))
+    forecast_ = found(subject, "swap-nvme", hw)
+    seconds = formulas(forecast_)[0].seconds
+    assert seconds(symbol_values(forecast_)) == pytest.approx(forecast_.step_s)
+    assert forecast_.step_s != pytest.approx(found(subject, "swap-nvme").step_s)
 
 
 def test_a_system_without_a_formula_says_so(subject: Subject) -> None:

@@ -130,6 +130,8 @@ def test_the_answer_as_data_adds_up(model: str, capsys: pytest.CaptureFixture[st
     assert found["step_s"] == pytest.approx(sum(max(lanes.values()) for lanes in found["lanes_s"].values()))
     assert found["simulated_step_s"] >= 0.99 * found["step_s"]
     assert found["disk_bytes"] > 14 * found["parameters"]
+    waiting = answered(capsys, model, "--batch", "2", "--policy", "zero-infinity")
+    assert waiting["disk_bytes"] > 17 * waiting["parameters"]  # fp32 gradients too, small ones aside
     capacity = sum(drive.capacity_bytes for drive in HardwareProfile.preset(PRESET).nvme)
     wear_s = ENDURANCE_WRITES * capacity / found["nvme_write_bytes"] * found["step_s"]
     assert found["wear_years"] == pytest.approx(wear_s / YEAR_S)

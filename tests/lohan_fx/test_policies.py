@@ -180,6 +180,26 @@ def test_where_memory_holds_all_states_late_gradients_wait_there() -> None:
     assert {p.gradient_home for p in plan.parameters if p.trainable} == {H}
 
 
+def test_without_drives_late_gradients_wait_in_memory_or_nothing_fits() -> None:
+    hw = dataclasses.replace(PAPER.hw, nvme=())
+    plan = make_plan(problem(chain(), "lohan-zero"), hw)
+    assert {p.gradient_home for p in plan.parameters if p.trainable} == {H}
+    with pytest.raises(InfeasiblePlan, match="promise more memory, or use a profile with a drive"):
+        make_plan(problem(chain(), "lohan-zero", host=FIXED + 250 * MIB, device=PEAK + 60 * MIB), hw)
+
+
+def test_memory_that_a_leaving_gradient_takes_is_left_to_it() -> None:
+    """On a CPU one that is updated where it is takes none."""
+
+    def leaving(plan: Plan) -> int:
+        return PEAK + kept_bytes(plan) + 16 * MIB * any(p.gradient_home is N for p in plan.parameters)
+
+    tight = PEAK + FIXED + 120 * MIB
+    asked = problem(chain(), "lohan-zero", host=tight, device=tight, shared=True)
+    plan = make_plan(replace(asked, device_peak=leaving), PAPER.hw)
+    assert {p.gradient_home for p in plan.parameters if p.trainable and p.numel > 1 << 15} == {N}
+
+
 # --- activations ----------------------------------------------------------------------------------------------
 
 

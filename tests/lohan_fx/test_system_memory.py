@@ -75,6 +75,17 @@ def test_models_of_a_kind_by_size() -> None:
         relatives("folder", None)
 
 
+def test_a_model_with_fewer_positions_than_asked_for_is_none_of_the_kind() -> None:
+    of_8b = named("llama-3.1-8b")
+    names = [dims.name for dims in relatives("llama-3.1-8b", of_8b, 8192)]
+    assert "llama-7b" not in names and names[-1] == "llama-3.1-405b" and of_8b.name in names
+    assert {dims.tokens for dims in relatives("dit-xl-2", named("dit-xl-2"), 1024)} == {1024}
+    with pytest.raises(
+        ValueError, match=r"--seq is 9000000: no llama takes so many tokens; they take at most 4096, 131072"
+    ):
+        relatives("llama-3.1-8b", of_8b, 9_000_000)
+
+
 def test_a_system_that_the_papers_say_too_little_of() -> None:
     limit = system_limit(GPT, dataclasses.replace(Asked(HW), policy="g10"), None)
     assert limit.largest is None and "say too little" in limit_text(limit) and not limit_data(limit)["known"]

@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from benchmarks.lossy_drive import LossyDrive
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.file_backend import FileBackend, PosixBackend
 from lohan_fx.runtime.generation_files import CHECKPOINTS, IDENTITY, generation_path, generations_in, read_generations
+from lohan_fx.runtime.in_time import InTime
 from lohan_fx.runtime.manifest import VERSION, Manifest, sealed
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.store_file import STORE_NAME
@@ -35,14 +35,6 @@ pytestmark = pytest.mark.usefixtures("leak_check")
 SIZES = {"a": 5 * PAGE + 100, "b": PAGE, "scratch": 3 * PAGE}
 CHUNKS = {"a": 2 * PAGE, "b": 4 * PAGE}
 KEPT = tuple(CHUNKS)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "nvme"
-    made.mkdir()
-    yield made
-    shutil.rmtree(made)
 
 
 def begin(*directories: Path, keep: int = 1, backend: FileBackend | None = None) -> NvmeStore:
@@ -206,12 +198,60 @@ def test_of_a_write_that_fails_half_way_the_rest_counts_as_unwritten(directory: 
         with pytest.raises(StoreError):
             store.write("a", 0, patterned(6 * PAGE, 2), SIZES["a"])
         versions = store._extents["a"].versions
-        assert versions is not None and versions.failed.tolist() == [False, True, True]
+        assert versions is not None and sorted(versions.lost) == [1, 2]
         with pytest.raises(StoreError, match="a write to 'a' failed"):
             store.commit({})
         store.write("a", 2 * PAGE, patterned(4 * PAGE, 3), SIZES["a"] - 2 * PAGE)
         expected = everything(store)
         store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+def test_parts_that_failed_are_written_again_in_parts(directory: Path) -> None:
+    """As both moments of a parameter, which share a chunk, are."""
+    backend = FaultyBackend()
+    with begin(directory, backend=backend) as store:
+        fill(store, 0)
+        store.commit({})
+        backend.faults["pwritev"] = [None, errno.EIO]  # the rest of the chunk is copied first
+        with pytest.raises(StoreError):
+            store.write("a", 0, patterned(PAGE, 1), PAGE)
+        versions = store._extents["a"].versions
+        assert versions is not None and versions.lost == {0: (0, PAGE)}
+        store.write("a", PAGE, patterned(PAGE, 2), PAGE)
+        with pytest.raises(StoreError, match="a write to 'a' failed"):
+            store.commit({})
+        store.write("a", 0, patterned(PAGE, 2), PAGE)
+        expected = everything(store)
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+def test_each_unknown_checksum_is_a_call_of_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that did not keep generations from the start reads all of it at its first commit, which may take hours."""
+    store = NvmeStore([directory], stripe_bytes=PAGE)
+    store.allocate(SIZES, chunk_bytes=CHUNKS)
+    fill(store, 0)
+    store.keep_generations(1)
+    asked: list[str] = []
+    call = InTime.__call__
+
+    def noted(self: InTime, fn: Callable[[], Any], what: str) -> Any:
+        asked.append(what)
+        return call(self, fn, what)
+
+    monkeypatch.setattr(InTime, "__call__", noted)
+    expected = everything(store)
+    asked.clear()
+    store.commit({})
+    assert [what.partition(" in ")[0] for what in asked[:5]] == [
+        *(f"reading chunk {chunk} of 'a' for its checksum" for chunk in range(3)),
+        "reading chunk 0 of 'b' for its checksum",
+        "committing a checkpoint",
+    ]
+    store.close()
     with resume(directory) as store:
         assert everything(store) == expected
 

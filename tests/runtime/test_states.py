@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +189,31 @@ def test_an_update_in_memory_survives_the_move_to_the_store(rig: Rig) -> None:
         assert torch.equal(rig.states.read_parameter(slot), expected[slot])
         if found.numel:
             assert torch.equal(rig.streamed(slot), expected[slot].to(found.compute_dtype))
+
+
+def test_states_that_cannot_be_moved_to_the_store_stay_in_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.fill()
+    rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.HOST) for slot in SLOTS)), CPU)
+    newer = rig.residency[0].master
+    assert newer is not None
+    newer.add_(1)  # as an update does
+    expected = newer.clone()
+    for fails_at in range(3):  # the master, then either moment
+        calls, write = itertools.count(), rig.store.write
+
+        def failing(*args: Any, calls: Any = calls, write: Any = write, fails_at: int = fails_at) -> None:
+            if next(calls) == fails_at:
+                raise OSError("I/O error")
+            write(*args)
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="I/O error"):
+            patched.setattr(rig.store, "write", failing)
+            rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.NVME) for slot in SLOTS)), CPU)
+        assert torch.equal(rig.states.read_parameter(0).view(-1), expected)
+        assert torch.equal(rig.states.read_moments(0)[0], rig.moments(0)[0])
+    rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.NVME) for slot in SLOTS)), CPU)
+    assert rig.residency[0].master is None
+    assert torch.equal(rig.states.read_parameter(0).view(-1), expected)
 
 
 def test_parameters_that_a_plan_does_not_name_stay(rig: Rig) -> None:
