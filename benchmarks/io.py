@@ -31,7 +31,7 @@ from report import arguments, at_least_one, finish
 
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import SSD_THREADS
+from lohan_fx.runtime.machine import ssd_threads
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 LEAST_RATIO = 0.95
@@ -65,8 +65,8 @@ def ours(kind: str, chunk: int, directories: Sequence[Path], seconds: float, *, 
     largest = max(nbytes for _, nbytes in moves)
     with (
         NvmeStore(directories) as store,
-        HostPool({"io": Reservation(SSD_THREADS, largest)}) as pool,
-        Lane("ssd", threads=SSD_THREADS) as lane,
+        HostPool({"io": Reservation(ssd_threads(len(directories)), largest)}) as pool,
+        Lane("ssd", threads=ssd_threads(len(directories))) as lane,
     ):
         if not huge and pool._region is not None:
             pool._region.madvise(mmap.MADV_NOHUGEPAGE)
@@ -87,7 +87,7 @@ def ours(kind: str, chunk: int, directories: Sequence[Path], seconds: float, *, 
             if time.perf_counter() - begin_s > seconds:
                 break
             waiting.append(lane.submit(functools.partial(move, how, offset, nbytes)))
-            if len(waiting) > 2 * SSD_THREADS:
+            if len(waiting) > 2 * ssd_threads(len(directories)):
                 waiting.pop(0).wait()
         for work in waiting:
             work.wait()

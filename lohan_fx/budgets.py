@@ -19,6 +19,10 @@ CAPTURE_BYTES_PER_PARAMETER = MIB
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
 UNLIMITED_SHARE = 0.8
 """Without a promise, this share of the memory that is available now."""
+LEAST_BUFFERS = 4
+"""Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
+BUFFERS_PER_DRIVE = 2
+"""Of several drives (docs/0032)."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -51,29 +55,37 @@ def available_memory_bytes() -> int:
     raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
 
 
-def choose_windows(host_memory_bytes: int, parameters: Sequence[ParameterFacts], *, shared: bool = False) -> Windows:
+def choose_windows(
+    host_memory_bytes: int, parameters: Sequence[ParameterFacts], *, shared: bool = False, drives: int = 1
+) -> Windows:
     """Windows and staging for a promise of ``host_memory_bytes``: about an eighth of it, less where that is plenty.
 
     What the planner begins with; ``staging`` changes buffers and sizes by what that saves. Beside a GPU a layer's gradients
     come in a burst, and what host memory holds of them is what the drives work on until the next. On a CPU (``shared``) each
     request takes time from compute, so there are fewer and larger ones where that costs no larger share of the promise
-    (docs/0030).
+    (docs/0030). A request goes to one of the ``drives``: several take more buffers, as far as there is room
+    (docs/0032).
     """
     layer_bytes, layer_elements = largest_layer(parameters)
     roomy = host_memory_bytes >= 1024 * MIB
     small = host_memory_bytes < 768 * MIB
     doubled = 2 if shared and host_memory_bytes >= 2048 * MIB else 1
     chunk_elements = doubled * ((128 << 10) if small else (1 << 20) if roomy else (512 << 10))
+    io_bytes = doubled * (MIB if small else 4 * MIB if roomy else 2 * MIB)
+    of_each = buffer_bytes(chunk_elements) + (2 if shared else 3) * io_bytes
+    captured = CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * len(parameters)
+    room = max(0, min(host_memory_bytes // 4, host_memory_bytes // 2 - captured))
+    buffers = max(LEAST_BUFFERS, min(BUFFERS_PER_DRIVE * drives, room // of_each))
     burst = 0 if shared else min(-(-layer_elements // chunk_elements), host_memory_bytes // 64 // (4 * chunk_elements))
     return Windows(
         fetch_bytes=min(2 * layer_bytes, host_memory_bytes // 8),
         swap_in_bytes=min(64 * MIB, host_memory_bytes // 16),
         gradient_bytes=min(layer_bytes, host_memory_bytes // 8),
         chunk_elements=chunk_elements,
-        io_bytes=doubled * (MIB if small else 4 * MIB if roomy else 2 * MIB),
-        io_buffers=4,
-        optimizer_buffers=4,
-        gradient_buffers=max(4, burst),
+        io_bytes=io_bytes,
+        io_buffers=buffers,
+        optimizer_buffers=buffers,
+        gradient_buffers=max(LEAST_BUFFERS, burst),
         swap_out_bytes=min(64 * MIB, host_memory_bytes // 16),
     )
 

@@ -29,7 +29,7 @@ from lohan_fx.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.staging import least_chunk_elements
-from lohan_fx.store_directories import Directories, bandwidths, directories_for, is_temporary
+from lohan_fx.store_directories import Directories, bandwidths, directories_for, drives_of, is_temporary
 from lohan_fx.weight_files import Weights, open_weights
 
 Bytes = int | float | str
@@ -116,7 +116,8 @@ def compile(
         check_files(model, found, files)
     nvme, manifests = to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
     shared = hw.device == "cpu"
-    windows = plan.windows if plan else choose_windows(host or default_host_memory_bytes(hw), facts, shared=shared)
+    most = host or default_host_memory_bytes(hw)
+    windows = plan.windows if plan else choose_windows(most, facts, shared=shared, drives=drives_of(nvme, hw))
     if manifests:
         windows = as_on_disk(windows, manifests[-1], plan)
     compiler_bytes = 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES

@@ -160,7 +160,8 @@ class CompiledModel:
         """What each of ``halves`` adds to the process's memory (``expected_peak``)."""
         new = slice(len(self._added_bytes), None)
         for plan, halves in zip(self.plans[new], self.halves[new], strict=True):
-            self._added_bytes.append(added_bytes(plan, halves, transit_of(halves, plan, self._request)))
+            transit = transit_of(halves, plan, self._request)
+            self._added_bytes.append(added_bytes(plan, halves, transit, drives=self.engine.store.drives))
         return self._added_bytes
 
     def _give_back(self) -> None:

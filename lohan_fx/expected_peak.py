@@ -18,21 +18,21 @@ from lohan_fx.passes.liveness import Transit
 from lohan_fx.passes.touched_values import touched_bytes
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.request import Request, node_seconds
-from lohan_fx.runtime.machine import SSD_THREADS
+from lohan_fx.runtime.machine import ssd_threads
 from lohan_fx.runtime.state_buffer import buffer_bytes
 from lohan_fx.simulated_step import simulated_transit
 from lohan_fx.step_program import step_program
 
 
-def added_bytes(plan: Plan, halves: Halves, transit: Transit | None = None) -> int:
-    """Bytes of host memory that steps by ``plan`` come to use beside what capture has left behind; ``plan`` has a prediction,
-    and ``halves`` are its final graphs. Without ``transit`` all that may be on its way is."""
+def added_bytes(plan: Plan, halves: Halves, transit: Transit | None = None, *, drives: int = 1) -> int:
+    """Bytes of host memory that steps by ``plan``, on so many ``drives``, come to use beside what capture has left behind;
+    ``plan`` has a prediction, and ``halves`` are its final graphs. Without ``transit`` all that may be on its way is."""
     if plan.device != "cpu":
         assert plan.prediction is not None
         left_behind = fixed_bytes(plan.windows, len(plan.parameters)) - staging_bytes(plan.windows)
         return plan.prediction.peak_bytes["host"] - left_behind
     beside = host_bytes(touched_staging_bytes(plan), plan)
-    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan), transit)
+    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan, drives), transit)
 
 
 def transit_of(halves: Halves, plan: Plan, request: Request) -> Transit | None:
@@ -56,11 +56,11 @@ def touched_staging_bytes(plan: Plan) -> int:
     return here + streamed + (windows.io_buffers * windows.io_bytes if leaves else 0)
 
 
-def _leaving_slowly(plan: Plan) -> Plan:
+def _leaving_slowly(plan: Plan, drives: int) -> Plan:
     """``plan`` with a window for what swaps out that only drives fill: what goes to host memory has left before the next.
     They hold back the share of it for which the forward, as it is predicted, leaves them no time, and a few at work."""
     swapped = [a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME)]
-    at_work = SSD_THREADS * max(swapped, default=0)
+    at_work = ssd_threads(drives) * max(swapped, default=0)
     held_back = at_work + round(sum(swapped) * _behind(plan))
     windows = dataclasses.replace(
         plan.windows, swap_out_bytes=min(plan.windows.swap_out_bytes, sum(swapped), held_back)

@@ -172,7 +172,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
     here = hw.is_this_machine()
     most = default_host_memory_bytes(hw) if here else int(hw.host_memory_bytes * UNLIMITED_SHARE)
     host = asked.host_memory_bytes or most
-    windows = choose_windows(host, capture.facts, shared=hw.device == "cpu")
+    windows = choose_windows(host, capture.facts, shared=hw.device == "cpu", drives=max(1, len(hw.nvme)))
     return Request(
         hw=hw.at_requests(windows.io_bytes),
         policy=asked.policy,

@@ -51,6 +51,7 @@ class SimulatedMachine:
         self.parameters = {p.name: p for p in plan.parameters}
         self.clock = Clock(Contention.of(hw).speeds)
         self.on_cpu = plan.device == "cpu"
+        # Each job at the rate of all drives together: for those of each drive, at its own (``machine.ssd_threads``).
         self.ssd = SimulatedLane(self.clock, threads=SSD_THREADS)
         self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
         self._most_pieces = _bound_on_pieces(plan, TRANSFERS if transfers is None else transfers)

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lohan_fx.budgets import staging_bytes
+from lohan_fx.budgets import LEAST_BUFFERS, staging_bytes
 from lohan_fx.plan import Division, Plan, Share, Tier, Use, Windows
 from lohan_fx.units import format_bytes, format_seconds
 
-LEAST_BUFFERS = 4
-"""Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
 SHARES = (0.125, 0.25, 0.5, 1.0)
 """Of the chunks of a layer, for which there are buffers: tried one purpose after the other while that pays."""
 WORTH_IT = 0.005
@@ -84,14 +82,17 @@ def choose(
     layer_chunks = -(-layer_elements // best.chunk_elements)
     for purpose in PURPOSES:
         if not (shared and purpose == "gradient_buffers"):  # gradients are updated where they are
-            best = better(best, _others(best, purpose, layer_chunks))
-    least = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
-    return Staging(best, seconds(best), seconds(windows), seconds(least), per_byte_s)
+            # What several drives are given (docs/0032) no simulation misses, in which a job has all of them.
+            least = LEAST_BUFFERS if purpose == "gradient_buffers" else max(LEAST_BUFFERS, getattr(windows, purpose))
+            best = better(best, _others(best, purpose, layer_chunks, least))
+    few = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
+    return Staging(best, seconds(best), seconds(windows), seconds(few), per_byte_s)
 
 
 def smallest(windows: Windows) -> Windows:
-    """With the smallest sizes that ``choose`` tries."""
-    return _resized(windows, min(FACTORS))
+    """With the smallest sizes that ``choose`` tries, and no more buffers than one drive takes."""
+    counts = {purpose: min(getattr(windows, purpose), LEAST_BUFFERS) for purpose in PURPOSES}
+    return dataclasses.replace(_resized(windows, min(FACTORS)), **counts)
 
 
 def least_chunk_elements(windows: Windows) -> int:
@@ -103,13 +104,13 @@ def _resized(windows: Windows, factor: Fraction) -> Windows:
     return dataclasses.replace(windows, **{size: int(getattr(windows, size) * factor) for size in SIZES})
 
 
-def _others(best: Windows, purpose: str, layer_chunks: int) -> list[Windows]:
-    """``best`` with other numbers of buffers of one purpose."""
+def _others(best: Windows, purpose: str, layer_chunks: int, least: int) -> list[Windows]:
+    """``best`` with other numbers of buffers of one purpose, ``least`` at least."""
     count = getattr(best, purpose)
     if count <= 1:
         return []  # one optimizer buffer is LoHan's naive handler
     most = 4 * LEAST_BUFFERS if purpose == "io_buffers" else layer_chunks
-    tried = {LEAST_BUFFERS, *(max(LEAST_BUFFERS, round(most * share)) for share in SHARES)} - {count}
+    tried = {least, *(max(least, round(most * share)) for share in SHARES)} - {count}
     return [dataclasses.replace(best, **{purpose: number}) for number in sorted(tried)]
 
 

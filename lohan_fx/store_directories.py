@@ -41,6 +41,13 @@ def directories_for(nvme: Directories | None, hw: HardwareProfile) -> tuple[list
     return [directory], remove
 
 
+def drives_of(nvme: Directories | None, hw: HardwareProfile) -> int:
+    """In how many directories ``directories_for`` would put the store."""
+    if nvme is None:
+        return max(1, sum(bool(drive.directory) for drive in hw.nvme))
+    return len(nvme) if isinstance(nvme, Sequence) and not isinstance(nvme, str) else 1
+
+
 def is_temporary(nvme: Directories | None, hw: HardwareProfile) -> bool:
     """Whether the store goes to a directory that is made for this run alone."""
     return nvme is None and not any(drive.directory for drive in hw.nvme)

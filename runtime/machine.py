@@ -26,6 +26,7 @@ STATE_READ_PRIORITY = 2
 STATE_WRITE_PRIORITY = 3
 
 SSD_THREADS = 3
+"""Per drive: as many requests at a time."""
 OTHER_THREADS = 2
 """Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
 
@@ -126,7 +127,7 @@ def start_machine(
         pool=pool,
         link=link_to(device),
         timeline=timeline,
-        ssd=Lane("ssd", threads=SSD_THREADS, initializer=one_thread),
+        ssd=Lane("ssd", threads=ssd_threads(store.drives), initializer=one_thread),
         h2d=Lane("h2d", initializer=one_thread),
         d2h=Lane("d2h", initializer=one_thread),
         cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
@@ -136,6 +137,11 @@ def start_machine(
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
     torch.set_num_threads(compute_threads)
     return machine
+
+
+def ssd_threads(drives: int) -> int:
+    """Of the lane that serves so many drives: a request is on one of them at a time, and by chance two are on the same."""
+    return SSD_THREADS * max(1, drives)
 
 
 def use_threads(threads: int) -> None:

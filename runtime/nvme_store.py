@@ -186,6 +186,11 @@ class NvmeStore:
         return self._temporary
 
     @property
+    def drives(self) -> int:
+        """How many directories it has."""
+        return len(self._directories)
+
+    @property
     def keeps(self) -> int:
         """How many checkpoints are kept; 0 before ``keep_generations``."""
         return 0 if self._generations is None else self._generations.keep

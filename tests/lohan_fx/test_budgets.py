@@ -125,6 +125,17 @@ def test_on_a_cpu_requests_are_larger_where_that_is_no_larger_share(gib: int) ->
     assert (beside_gpu.chunk_elements, beside_gpu.io_bytes) == (least.chunk_elements, least.io_bytes)
 
 
+@given(st.integers(64 * MIB, 2**45), st.integers(1, 12), st.booleans())
+def test_several_drives_have_buffers_each_where_there_is_room(host_bytes: int, drives: int, shared: bool) -> None:
+    found, one = (choose_windows(host_bytes, parameters(10), shared=shared, drives=n) for n in (drives, 1))
+    assert (found.chunk_elements, found.io_bytes) == (one.chunk_elements, one.io_bytes)
+    assert found.io_buffers == found.optimizer_buffers <= max(4, 2 * drives)
+    if found != one:
+        assert staging_bytes(found, shared=shared) <= host_bytes // 2
+    if host_bytes > 8 * GIB:
+        assert found.optimizer_buffers == max(4, 2 * drives)
+
+
 def test_beside_a_gpu_host_memory_holds_the_gradients_of_a_layer() -> None:
     """Of two bytes per element on the device: so many chunks as the largest layer has, if that is little of the promise."""
     roomy = choose_windows(1024 * GIB, parameters(10, 3000, 20))

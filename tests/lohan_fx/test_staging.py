@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lohan_fx import staging
-from lohan_fx.budgets import MIB, choose_windows, staging_bytes
+from lohan_fx.budgets import LEAST_BUFFERS, MIB, choose_windows, staging_bytes
 from lohan_fx.plan import Windows
 from lohan_fx.problem import ParameterFacts
 
@@ -48,7 +48,7 @@ def test_memory_that_is_free_costs_nothing() -> None:
 
 def test_what_saves_nothing_is_given_back() -> None:
     found = chosen(lambda windows: 10.0, per_byte_s=1e-9)
-    assert found.windows.gradient_buffers == staging.LEAST_BUFFERS
+    assert found.windows.gradient_buffers == LEAST_BUFFERS
     assert staging_bytes(found.windows) < staging_bytes(BEGAN)
     assert chosen(lambda windows: 10.0).windows == BEGAN  # where bytes are worth nothing, nothing is gained
 
@@ -63,7 +63,7 @@ def test_a_naive_handler_stays_one_and_a_cpu_moves_no_gradients() -> None:
 
     staging.choose(naive, watched, layer_elements=100 << 20, shared=True, per_byte_s=0.0, free_bytes=0)
     assert {found.optimizer_buffers for found in tried} == {1}
-    assert {found.gradient_buffers for found in tried} <= {BEGAN.gradient_buffers, staging.LEAST_BUFFERS}
+    assert {found.gradient_buffers for found in tried} <= {BEGAN.gradient_buffers, LEAST_BUFFERS}
 
 
 def test_room_for_states_that_are_read_ahead_is_taken_too() -> None:
@@ -74,6 +74,16 @@ def test_room_for_states_that_are_read_ahead_is_taken_too() -> None:
 
     found = chosen(spread, per_byte_s=1e-12)
     assert found.windows.optimizer_buffers == 50 and found.least_s == pytest.approx(10.92)
+
+
+def test_what_several_drives_are_given_is_not_taken_back() -> None:
+    """However much its bytes would save elsewhere: a simulated job has all drives, a real one goes to one of them."""
+    began = choose_windows(256 * GIB, LAYERS, drives=6)
+    found = staging.choose(
+        began, lambda windows: 10.0, layer_elements=100 << 20, shared=False, per_byte_s=1e-6, free_bytes=0
+    )
+    assert (found.windows.io_buffers, found.windows.optimizer_buffers) == (12, 12)
+    assert found.windows.gradient_buffers == LEAST_BUFFERS
 
 
 def test_the_note_says_what_and_why() -> None:
