@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -59,17 +58,15 @@ def _of_graphs(plan: Plan) -> tuple[object, ...]:
 def search(rewrites: Rewrites, request: Request) -> Plan:
     """The plan for a joint graph that the policy of ``request`` makes, with staging and windows to match.
 
-    Raises ``InfeasiblePlan``, also of the smallest requests, which take the least memory.
+    Raises ``InfeasiblePlan`` where there is none with the smallest requests either, which take the least memory.
     """
     try:
         return _planned(rewrites, request)
     except InfeasiblePlan:
         if not request.chooses_sizes:
             raise
-        smallest = settled(request, staging.smallest(request.windows))
-        with contextlib.suppress(InfeasiblePlan):  # what would fit is said of what was asked for
-            return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True))
-        raise
+    smallest = settled(request, staging.smallest(request.windows))
+    return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True))
 
 
 def _planned(rewrites: Rewrites, request: Request) -> Plan:

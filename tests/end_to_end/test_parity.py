@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lohan_fx import staging
 from lohan_fx.budgets import choose_windows, fixed_bytes, parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -80,9 +81,15 @@ def test_searched_plans_are_bit_equal_to_eager(case: Case, hw: HardwareProfile, 
 
 
 @pytest.mark.usefixtures("little_is_small")
-def test_the_promise_that_a_refusal_names_is_enough_and_exact(hw: HardwareProfile, tmp_path: Path) -> None:
+def test_the_promise_that_a_refusal_names_is_enough_and_exact(
+    hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = _fixed_bytes(len(list(GPT2.build().parameters()))) + 4096
+    assert_same(streamed(GPT2, hw, tmp_path, host_memory=little), plain_once(GPT2))  # by smaller requests
+    torch._dynamo.reset()
+    monkeypatch.setattr(staging, "smallest", lambda windows: windows)
     with pytest.raises(InfeasiblePlan) as refused:
-        streamed(GPT2, hw, tmp_path, host_memory=_fixed_bytes(len(list(GPT2.build().parameters()))) + 4096)
+        streamed(GPT2, hw, tmp_path, host_memory=little)
     named = re.search(r"host_memory=([\d,]+) would fit", str(refused.value))
     assert named is not None
     assert_same(streamed(GPT2, hw, tmp_path, host_memory=int(named[1].replace(",", ""))), plain_once(GPT2))
