@@ -62,11 +62,11 @@ class Rate:
 def ours(kind: str, chunk: int, directories: Sequence[Path], seconds: float, *, huge: bool = True) -> Rate:
     """The store at work for so long, with buffers on huge pages as the runtime's are, or on small ones."""
     moves = [(how, each * chunk) for how, each in MOVES[kind]]
-    largest = max(nbytes for _, nbytes in moves)
+    largest, threads = max(nbytes for _, nbytes in moves), ssd_threads(len(directories))
     with (
         NvmeStore(directories) as store,
-        HostPool({"io": Reservation(ssd_threads(len(directories)), largest)}) as pool,
-        Lane("ssd", threads=ssd_threads(len(directories))) as lane,
+        HostPool({"io": Reservation(threads, largest)}) as pool,
+        Lane("ssd", threads=threads) as lane,
     ):
         if not huge and pool._region is not None:
             pool._region.madvise(mmap.MADV_NOHUGEPAGE)
@@ -87,7 +87,7 @@ def ours(kind: str, chunk: int, directories: Sequence[Path], seconds: float, *, 
             if time.perf_counter() - begin_s > seconds:
                 break
             waiting.append(lane.submit(functools.partial(move, how, offset, nbytes)))
-            if len(waiting) > 2 * ssd_threads(len(directories)):
+            if len(waiting) > 2 * threads:
                 waiting.pop(0).wait()
         for work in waiting:
             work.wait()

@@ -160,7 +160,6 @@ class Generations:
 
     def commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
         """Make what is written a checkpoint with ``state``; its number. Raises ``StoreError``; then the last holds."""
-        self._refuse_if_uncertain("committing a checkpoint")
         self._committing = True
         try:
             return self._commit(state, file_bytes)

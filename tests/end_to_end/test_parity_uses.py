@@ -43,10 +43,10 @@ class Pair(nn.Module):
         return self.dropout(torch.tanh(self.twice(hidden)))
 
 
-def losses_outside(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
+def losses_outside(model: nn.Module, optimizer: Any, steps: int = 3, rows: int = 4) -> list[float]:
     losses = []
     for _ in range(steps):
-        output, hidden = model(torch.randn(4, 24))
+        output, hidden = model(torch.randn(rows, 24))
         loss = output.square().mean() + hidden.abs().mean()
         loss.backward()
         optimizer.step()
@@ -115,25 +115,15 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "swap-nvme"])
 def test_parts_whose_op_does_not_say_that_they_are_views(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
-    def use(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for _ in range(3):
-            output, hidden = model(torch.randn(256, 24))  # 256 KiB: large enough for a place in the workspace
-            loss = output.square().mean() + hidden.abs().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
+    rows = 256  # values of 256 KiB: large enough for a place in the workspace
     torch.manual_seed(0)
     expected = Gated()
     model = copy.deepcopy(expected)
     torch.manual_seed(1)
-    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR), rows=rows)
     with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
         torch.manual_seed(1)
-        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+        assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR), rows=rows) == wanted
     assert_same_weights(weights_of(model), weights_of(expected))
 
 

@@ -193,7 +193,7 @@ def test_an_update_in_memory_survives_the_move_to_the_store(rig: Rig) -> None:
 
 def test_states_that_cannot_be_moved_to_the_store_stay_in_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.fill()
-    rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.HOST) for slot in SLOTS)), CPU)
+    rig.move({0: (Tier.DEVICE, Tier.HOST)})
     newer = rig.residency[0].master
     assert newer is not None
     newer.add_(1)  # as an update does
@@ -208,10 +208,10 @@ def test_states_that_cannot_be_moved_to_the_store_stay_in_memory(rig: Rig, monke
 
         with monkeypatch.context() as patched, pytest.raises(OSError, match="I/O error"):
             patched.setattr(rig.store, "write", failing)
-            rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.NVME) for slot in SLOTS)), CPU)
+            rig.move({0: (Tier.DEVICE, Tier.NVME)})
         assert torch.equal(rig.states.read_parameter(0).view(-1), expected)
         assert torch.equal(rig.states.read_moments(0)[0], rig.moments(0)[0])
-    rig.states.apply_homes(plan(*(planned(slot, Tier.DEVICE, Tier.NVME) for slot in SLOTS)), CPU)
+    rig.move({0: (Tier.DEVICE, Tier.NVME)})
     assert rig.residency[0].master is None
     assert torch.equal(rig.states.read_parameter(0).view(-1), expected)
 
