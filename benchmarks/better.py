@@ -6,11 +6,11 @@ The models, batches and limits are those of ``prediction.py``, by number. The ca
 and so without importing and timing ops anew: the searched plan, all keep, all swap, all recompute, every policy that this
 runtime runs, and ``--random`` random feasible plans (what is done with each activation, and which parameters and states
 stay in memory, drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that.
-A candidate whose fastest step is beyond ``GIVEN_UP`` times the searched plan's has lost, and gets no more rounds; after a
-step that is ``FAR_BEHIND`` even that it gets no more steps. Of forty equally good ones chance makes one the fastest; so the
-three fastest others and the searched plan meet again, in ``--finals`` alternating rounds of processes of their own, and
-these alone decide. Bar: 1.03x the best. With ``--save`` the cases that an earlier run saved, and this one did not compare,
-stay.
+A candidate one of whose steps takes ``FAR_BEHIND`` times what the searched plan's step of the same number took is given up
+there: first steps are slower, by any plan. One whose fastest step is beyond ``GIVEN_UP`` times the searched plan's gets no more
+rounds. Of forty equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again,
+in ``--finals`` alternating rounds of processes of their own, and these alone decide. Bar: 1.03x the best. With ``--save``
+the cases that an earlier run saved, and this one did not compare, stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import workload
 from prediction import CASES, Case
-from report import arguments, at_least_one, finish, profile, today, with_saved
+from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from turns import Ended, Process, answer_each
 from workload import Streamed, case_arguments, chosen, streamed
 
@@ -41,7 +41,7 @@ from lohan_fx.policies import ALL
 
 MOST_RATIO = 1.03
 GIVEN_UP = 1.15
-FAR_BEHIND = 1.3
+FAR_BEHIND = 1.5
 WARM_UP = 2
 SEARCHED = "lohan"
 RANDOM = "random-"
@@ -98,8 +98,9 @@ def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
     raise found
 
 
-def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, Any]:
-    """In the measured process: the seconds of the steps by one plan, or why there are none."""
+def trained(name: str, rival_s: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
+    """In the measured process: the seconds of the steps by one plan, or why there are none; it is given up at a step that
+    takes ``FAR_BEHIND`` times the one of ``rival_s``."""
     try:
         ours = compiled(name, Case(**json.loads(args.child)), args)
     except InfeasiblePlan as error:
@@ -108,19 +109,20 @@ def trained(name: str, give_up_s: float, args: argparse.Namespace) -> dict[str, 
         args.base.write_text(ours.plan.to_json())
     prediction = ours.plan.prediction
     assert prediction is not None
-    seconds: list[float] = []
+    steps_s: list[float] = []
     for number in range(WARM_UP + args.steps):
         start_s = time.perf_counter()
         ours.step()
-        took_s = time.perf_counter() - start_s
-        lost = number > 0 and took_s > FAR_BEHIND * give_up_s
-        if number >= WARM_UP or lost:
-            seconds.append(took_s)
-        if lost:
+        steps_s.append(time.perf_counter() - start_s)
+        # The first one of a process also starts threads.
+        if number and rival_s and steps_s[number] > FAR_BEHIND * rival_s[number]:
             break
     ours.drain()
     compiled_model(ours.model).abandon()  # nobody reads what it has learned
-    return {"seconds": seconds, "predicted_s": prediction.step_s}
+    found: dict[str, Any] = {"steps_s": steps_s, "predicted_s": prediction.step_s}
+    if len(steps_s) < WARM_UP + args.steps:
+        return {**found, "given_up": steps_s[-1] / rival_s[len(steps_s) - 1]}
+    return {**found, "seconds": steps_s[WARM_UP:]}
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -128,7 +130,7 @@ def serve(args: argparse.Namespace) -> None:
 
     def answer(line: str) -> dict[str, Any]:
         asked = json.loads(line)
-        found = trained(asked["name"], asked["give_up_s"], args)
+        found = trained(asked["name"], asked["rival_s"], args)
         gc.collect()
         return found
 
@@ -144,10 +146,10 @@ class Trainer:
             self._command += [f"--{option}", str(getattr(args, option))]
         self._process: Process | None = None
 
-    def run(self, name: str, give_up_s: float) -> dict[str, Any]:
+    def run(self, name: str, rival_s: Sequence[float]) -> dict[str, Any]:
         self._process = self._process or Process(self._command)
         try:
-            found: dict[str, Any] = self._process.ask(json.dumps({"name": name, "give_up_s": give_up_s}))
+            found: dict[str, Any] = self._process.ask(json.dumps({"name": name, "rival_s": rival_s}))
         except Ended as error:
             self._process = None
             return {"infeasible": str(error), "failed": True}
@@ -164,35 +166,39 @@ def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     trainer = Trainer(case, args)
     for number in range(args.rounds):
         for name, runs in found.items():
-            give_up_s = GIVEN_UP * _fastest(found[SEARCHED])
-            lost = bool(runs) and name != SEARCHED and _fastest(runs) > give_up_s
-            if not lost and not any("infeasible" in run for run in runs):
-                runs.append(_told(f"round {number + 1}", name, case, trainer, give_up_s))
+            lost = _fastest(runs) > GIVEN_UP * _fastest(found[SEARCHED]) if runs else False
+            if not lost and all("seconds" in run for run in runs):
+                rival_s = [] if name == SEARCHED else found[SEARCHED][0]["steps_s"]
+                runs.append(_told(f"round {number + 1}", name, case, trainer, rival_s))
     trainer.end()
     measured = _medians(found)
     others = sorted((name for name in measured if name != SEARCHED), key=lambda name: measured[name])[:FINALISTS]
     finals: dict[str, list[dict[str, Any]]] = {name: [] for name in (SEARCHED, *others)}
     for number in range(args.finals):
-        for name, runs in finals.items():
+        for name in list(finals)[:: -1 if number % 2 else 1]:  # who comes first is not always the same
             trainer = Trainer(case, args)
-            runs.append(_told(f"finals {number + 1}", name, case, trainer, float("inf")))
+            finals[name].append(_told(f"finals {number + 1}", name, case, trainer, ()))
             trainer.end()
-    args.base.unlink()
-    return _judged(case, found, finals)
+    return {**_judged(case, found, finals), "steps": args.steps, "finals": args.finals}
 
 
-def _told(label: str, name: str, case: Case, trainer: Trainer, give_up_s: float) -> dict[str, Any]:
-    found = trainer.run(name, give_up_s)
-    print(f"{label}, {case}: {name}: {found.get('seconds', found.get('infeasible'))}", file=sys.stderr, flush=True)
+def _told(label: str, name: str, case: Case, trainer: Trainer, rival_s: Sequence[float]) -> dict[str, Any]:
+    found = trainer.run(name, rival_s)
+    given_up = " given up" if "given_up" in found else ""
+    print(
+        f"{label}, {case}: {name}: {found.get('steps_s', found.get('infeasible'))}{given_up}",
+        file=sys.stderr,
+        flush=True,
+    )
     return found
 
 
 def _medians(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Of what fits: the median step."""
+    """Of what fits and was not given up: the median step."""
     return {
         name: statistics.median(s for run in runs for s in run["seconds"])
         for name, runs in found.items()
-        if runs and not any("infeasible" in run for run in runs)
+        if runs and all("seconds" in run for run in runs)
     }
 
 
@@ -206,13 +212,14 @@ def _judged(
     measured, decided = _medians(found), _medians(finals) or _medians(found)
     best = min(decided, key=lambda name: decided[name])
     return {
-        "case": workload.Case.__str__(case), "date": today(),
+        "case": workload.Case.__str__(case),
         "searched_s": decided[SEARCHED], "best_s": decided[best], "best": best,
         "ratio": decided[SEARCHED] / decided[best], "finals_s": decided, "measured_s": measured,
-        "predicted_s": {name: statistics.median(r["predicted_s"] for r in found[name]) for name in measured},
-        "infeasible": [name for name in found if name not in measured],
+        "predicted_s": {name: runs[0]["predicted_s"] for name, runs in found.items() if "predicted_s" in runs[0]},
+        "given_up": {name: runs[-1]["given_up"] for name, runs in found.items() if "given_up" in runs[-1]},
+        "infeasible": [name for name, runs in found.items() if any("infeasible" in run for run in runs)],
         "failed": [name for name, runs in found.items() if any(run.get("failed") for run in runs)],
-        "random": sum(name.startswith(RANDOM) for name in measured),
+        "random": sum(name.startswith(RANDOM) and "infeasible" not in runs[0] for name, runs in found.items()),
     }  # fmt: skip
 
 
@@ -239,11 +246,12 @@ def main() -> None:
         candidates(args.random, args.only)
     except ValueError as error:
         parser.error(str(error))
-    hw = profile(args)
-    args.hw, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
-    hw.save(args.hw)
-    cases = [compared(case, args) for case in distinct(chosen(CASES, args))]
-    args.hw.unlink()
+    asked = distinct(chosen(CASES, args))
+    with own_folder(args):
+        hw = profile(args)
+        args.hw, args.base = args.nvme / "profile.toml", args.nvme / "searched.json"
+        hw.save(args.hw)
+        cases = [compared(case, args) for case in asked]
     cases = with_saved("better", cases) if args.save else cases
     missed = [
         f"{case['case']}: {case['ratio']:.3f}x the best plan ({case['best']}), at most {MOST_RATIO} allowed"
@@ -252,7 +260,8 @@ def main() -> None:
     ]
     missed += [f"{case['case']}: {name} failed" for case in cases for name in case["failed"]]
     rows = [row for case in cases for row in _rows(case)]
-    finish("better", rows, {"ratio": max(c["ratio"] for c in cases), "cases": cases}, missed, save=args.save)
+    figures = {"ratio": max(c["ratio"] for c in cases), "cases": cases, "of_cases": len(distinct(CASES))}
+    finish("better", rows, figures, missed, save=args.save)
 
 
 def _rows(case: dict[str, Any]) -> list[tuple[str, str]]:
@@ -262,6 +271,13 @@ def _rows(case: dict[str, Any]) -> list[tuple[str, str]]:
         case["case"],
         f"searched over the best ({case['best']}): {case['ratio']:.3f}x; {case['random']} random plans",
     )
+    rows += [
+        (
+            f"  {name}",
+            f"given up at a step {ratio:.2f}x the searched plan's, predicted {case['predicted_s'][name]:.3f} s",
+        )
+        for name, ratio in sorted(case.get("given_up", {}).items(), key=lambda item: item[1])
+    ]
     rows += [(f"  finals: {name}", f"{took_s:.3f} s") for name, took_s in case["finals_s"].items()]
     return [head, *rows, ("  do not fit", ", ".join(case["infeasible"]) or "none")]
 

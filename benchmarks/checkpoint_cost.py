@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import statistics
-import tempfile
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,16 +184,15 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=report.at_least_one, default=5)
     args = parser.parse_args()
-    hw = report.profile(args)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory(prefix="cost-", dir=args.nvme) as root:
-        sync = SyncTimer()
-        cases = [commits(size, hw, Path(root, size), args.rounds, sync) for size in SIZES]
+    with report.own_folder(args):
+        hw, sync = report.profile(args), SyncTimer()
+        cases = [commits(size, hw, args.nvme / size, args.rounds, sync) for size in SIZES]
         sums = Checksums()
-        found = steps(hw, Path(root, "steps"), args.rounds, sums)
-        found["raw_ratio"] = raw(_made(Path(root, "raw")), args.rounds, sums)
+        found = steps(hw, args.nvme / "steps", args.rounds, sums)
+        found["raw_ratio"] = raw(_made(args.nvme / "raw"), args.rounds, sums)
     missed = [
         f"{case['parameters'] / 1e6:.0f}M: {case['share']:.1%} of a step"
         for case in cases
@@ -203,12 +202,17 @@ def main() -> None:
         (f"{case['parameters'] / 1e6:.0f}M parameters", ", ".join(f"{k} {v:.4g}" for k, v in case.items()))
         for case in cases
     ]
-    with suppress(SystemExit):
+    try:
         report.finish("commit", rows, {"cases": cases}, missed, save=args.save)
+    except SystemExit as ended:
+        commits_missed = bool(ended.code)
     costs = {name: found[name] - 1 if "ratio" in name else found[name] for name in ("processor_share", "step_ratio")}
     missed = [f"{name}: {cost:.1%}" for name, cost in costs.items() if cost > CHECKSUM_BAR]
     rows = [(name, f"{value:.4g}") for name, value in found.items()]
-    report.finish("checksums", rows, found, missed, save=args.save)
+    try:
+        report.finish("checksums", rows, found, missed, save=args.save)
+    except SystemExit as ended:
+        sys.exit(1 if commits_missed or ended.code else 0)
 
 
 def _made(directory: Path) -> Path:

@@ -108,7 +108,7 @@ def is_wrong(found: Manifest) -> bool:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--manifests", type=int, default=100_000)
+    parser.add_argument("--manifests", type=report.at_least_one, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)

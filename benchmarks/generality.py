@@ -8,10 +8,11 @@ Bar: at most 1.1x the step of plain PyTorch (medians). The losses must be those 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile
 from workload import SIZES, Step, Workload, alternating, plain_step, streamed
 
 import lohan_fx
@@ -33,6 +34,12 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rounds", type=at_least_one, default=8)
     args = parser.parse_args()
+    with own_folder(args):
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Both, in alternating rounds."""
     hw = profile(args, seconds=6.0)
     workload = Workload(args.size, args.batch, args.seq)
     plain = plain_step(workload)

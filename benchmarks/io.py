@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import arguments, at_least_one, finish
+from report import arguments, at_least_one, finish, own_folder
 
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
@@ -175,20 +175,17 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed: apt-get install fio")
-    directories = [args.nvme / "a", args.nvme / "b"]
-    for directory in directories:
-        directory.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(args.nvme).free < 4 * FILE_BYTES:
-        parser.error(f"{args.nvme} has too little free space: {4 * FILE_BYTES:,} bytes are needed")
-    try:
+    with own_folder(args):
+        directories = [args.nvme / "a", args.nvme / "b"]
+        for directory in directories:
+            directory.mkdir()
+        if shutil.disk_usage(args.nvme).free < 4 * FILE_BYTES:
+            parser.error(f"{args.nvme} has too little free space: {4 * FILE_BYTES:,} bytes are needed")
         found = {
             (kind, count, chunk): compared(kind, chunk, directories[:count], args)
             for count, chunk in itertools.product((1, 2), CHUNKS)
             for kind in KINDS
         }
-    finally:
-        for directory in directories:
-            shutil.rmtree(directory)
     ratios = {
         f"{'' if chunk == CHUNKS[0] else 'large_'}{kind}_ratio": found[kind, 1, chunk]["ratio"]
         for chunk, kind in itertools.product(CHUNKS, KINDS)

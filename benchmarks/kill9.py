@@ -233,8 +233,10 @@ def digest(model: nn.Module, optimizer: lohan_fx.AdamW, losses: list[float]) -> 
 def live(
     directory: Path, kill: Kill | None, shared: Shared, result: Path, recipe: Recipe = RECIPES[0]
 ) -> tuple[bool, float]:
-    """One life in a process of its own; whether it was killed, and how long it lasted."""
+    """One life in a process of its own, which leaves what came out in ``result``; whether it was killed, and how long it
+    lasted. Exits where it fails by itself, or does not end in ``LIFE_TIMEOUT_S``."""
     shared.phase("start")
+    result.unlink(missing_ok=True)
     started_s = time.monotonic()
     process = os.fork()
     if process == 0:
@@ -249,6 +251,8 @@ def live(
             os._exit(code)
     status = _wait(process, started_s, kill)
     seconds = time.monotonic() - started_s
+    if seconds > LIFE_TIMEOUT_S:
+        raise SystemExit(f"a life was not over after {LIFE_TIMEOUT_S:g} s, with {kill}; its files: {directory}")
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return True, seconds
     if status:
@@ -349,7 +353,7 @@ class Killer:
 
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=report.at_least_one, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)

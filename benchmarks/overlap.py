@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from turns import Process, serve
 from workload import Case, Streamed, Workload, case_arguments, chosen, streamed
 
@@ -160,7 +160,7 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
     overlapped_s = medians.pop(OVERLAPPED)
     busiest = max(medians, key=lambda lane: medians[lane])
     return {
-        **vars(case), "serial_s": sum(medians.values()), "overlapped_s": overlapped_s,
+        "case": str(case), **vars(case), "serial_s": sum(medians.values()), "overlapped_s": overlapped_s,
         "busiest_lane_s": medians[busiest], "lanes": medians, "busiest_lane": busiest,
         "ratio": statistics.median(times[0] / max(times[1:]) for times in rounds), "rounds": rounds,
         **overlapped.said, "stages": stages,
@@ -191,27 +191,26 @@ def main() -> None:
     if args.child:
         CHILDREN[args.child](Case(**json.loads(args.case)), args)
         return
-    hw = profile(args)
-    path = args.nvme / "profile.toml"
-    hw.save(path)
     asked = chosen(CASES, args)
-    cases = [measured(case, args, path) for case in asked]
-    path.unlink()
-    (args.nvme / "plan.json").unlink()
-    rows = [row for case, found in zip(asked, cases, strict=True) for row in _rows(case, found)]
+    with own_folder(args):
+        hw, path = profile(args), args.nvme / "profile.toml"
+        hw.save(path)
+        cases = [measured(case, args, path) for case in asked]
+    cases = with_saved("overlap", cases) if args.save else cases
+    rows = [row for found in cases for row in _rows(found)]
     missed = [
-        f"{case}: {found['ratio']:.3f}x the busiest lane, at most {MOST_RATIO} allowed"
-        for case, found in zip(asked, cases, strict=True)
+        f"{found['case']}: {found['ratio']:.3f}x the busiest lane, at most {MOST_RATIO} allowed"
+        for found in cases
         if found["ratio"] > MOST_RATIO
     ]
     scalars = {key: cases[0][key] for key in ("serial_s", "overlapped_s", "busiest_lane_s", "ratio")}
-    finish("overlap", rows, {**scalars, "cases": cases}, missed, save=args.save)
+    finish("overlap", rows, {**scalars, "cases": cases, "of_cases": len(CASES)}, missed, save=args.save)
 
 
-def _rows(case: Case, found: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     lanes = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in found["lanes"].items())
     rows = [
-        (str(case), f"{found['overlapped_s']:.3f} s, predicted {found['predicted_s']:.3f}"),
+        (found["case"], f"{found['overlapped_s']:.3f} s, predicted {found['predicted_s']:.3f}"),
         ("  each lane alone", f"{lanes}; one after the other {found['serial_s']:.3f} s"),
         (f"  over the busiest lane ({found['busiest_lane']})", f"{found['ratio']:.3f}x"),
     ]

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from report import arguments, at_least_one, finish
+from report import arguments, at_least_one, finish, own_folder
 from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
@@ -222,9 +222,9 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=at_least_one, default=3)
     args = parser.parse_args()
-    args.nvme.mkdir(parents=True, exist_ok=True)
-    hw, rows, figures, missed = machine(str(args.nvme)), [], [], []
-    with paced():
+    rows, figures, missed = [], [], []
+    with own_folder(args), paced():
+        hw = machine(str(args.nvme))
         for case in CASES:
             seconds, found = measured(case, hw, args.rounds)
             error = found.step_s / seconds - 1

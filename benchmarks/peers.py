@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from peer_harness import DEFAULT_PATH, INSTALLING, Harness, Trained, last_line, loaded, merged
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile, with_saved
+from workload import cases_argument, numbered
 
 OURS = Path(__file__).with_name("peer_ours.py")
 NAME = "lohan_fx"
@@ -89,7 +89,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--systems", default="plain,zero_offload,zero_infinity", help="the peers; lohan_fx always runs")
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--steps", type=at_least_one, default=3, help="measured steps per process")
-    parser.add_argument("--cases", help="only these of the four, by number, such as 0,2")
+    cases_argument(parser)
     parser.add_argument("--model-size")
     for name in ("layers", "hidden", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int)
@@ -110,9 +110,8 @@ def chosen(args: argparse.Namespace, systems: Sequence[str]) -> list[Case]:
             args.model_size or "350m", args.batch or 4, args.seq or 512, args.layers or 0, args.hidden or 0
         )  # fmt: skip
         return [Case(model, 1 / 3, systems[0], args.host_memory or "")]
-    numbers = [int(n) for n in args.cases.split(",")] if args.cases else range(len(CASES))
     found = []
-    for case in (CASES[n] for n in numbers):
+    for case in numbered(CASES, args):
         here = case.of in systems
         found.append(case if here else Case(case.model, case.share, systems[0], bars=case.bars))
     return found
@@ -169,7 +168,14 @@ class Rounds:
             systems[NAME] = {**_figures(merged(mine), tokens), "rounds": runs}
             speed = systems[NAME]["tokens_per_s"]
             ratios = {name: speed / systems[name]["tokens_per_s"] for name in peers}
-            yield {"config": str(case), "systems": systems, "ratios": ratios, "missed": missed(case, systems, ratios)}
+            yield {
+                "case": str(case),
+                "config": str(case),
+                "systems": systems,
+                "ratios": ratios,
+                "missed": missed(case, systems, ratios),
+                "not_judged": [f"{least} of {peer}" for peer, least in case.bars.items() if peer not in ratios],
+            }
 
 
 def _figures(run: Trained, tokens: int) -> dict[str, Any]:
@@ -216,6 +222,8 @@ def rows(case: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     run = case["systems"][NAME]["rounds"][-1]
     stages = " + ".join(f"{seconds:.2f}" for seconds in run["stages_s"].values())
     yield "  forward + backward + step", f"{stages} s; predicted {run['predicted_s']:.2f} s"
+    if case.get("not_judged"):
+        yield "  NOT JUDGED", ", ".join(case["not_judged"])
 
 
 def say(text: str) -> None:
@@ -225,34 +233,23 @@ def say(text: str) -> None:
 def main() -> None:
     args = parsed()
     loaded(args.harness)
-    args.nvme.mkdir(parents=True, exist_ok=True)
-    folder = args.nvme / "peers"
-    harness = Harness(args.harness, args.peer_python, folder)
-    systems = harness.available(args.systems.split(","))
-    if not systems:
-        sys.exit(f"none of {args.systems} can run: {INSTALLING}")
-    cases = chosen(args, systems)
-    folder.mkdir(exist_ok=True)
-    try:
-        hw = folder / "profile.toml"
+    with own_folder(args):
+        harness = Harness(args.harness, args.peer_python, args.nvme)
+        systems = harness.available(args.systems.split(","))
+        if not systems:
+            sys.exit(f"none of {args.systems} can run: {INSTALLING}")
+        cases = chosen(args, systems)
+        hw = args.nvme / "profile.toml"
         profile(args).save(hw)
         rounds = Rounds(args, harness, systems, cases)
         rounds.run(hw)
-        results = list(rounds.results())
-    finally:
-        shutil.rmtree(folder)
-    absent = [name for name in args.systems.split(",") if name not in systems]
-    figures = {
-        "cases": results,
-        "tolerance": TOLERANCE,
-        "not_installed": absent,
-        "rounds": args.rounds,
-    }
-    part = f"_{args.cases.replace(',', '')}" if args.cases else ""
+        absent = [name for name in args.systems.split(",") if name not in systems]
+        results = [{**found, "rounds": args.rounds, "not_installed": absent} for found in rounds.results()]
+    results = with_saved("peers", results) if args.save else results
     finish(
-        f"peers{part}",
+        "peers",
         [row for case in results for row in rows(case)],
-        figures,
+        {"cases": results, "of_cases": len(CASES), "tolerance": TOLERANCE},
         [bar for case in results for bar in case["missed"]],
         save=args.save,
     )

@@ -59,10 +59,9 @@ def _expected(case: Figures, name: str) -> str:
 
 
 def _segments(found: Figures) -> str:
-    return "; ".join(
-        f"{case['ratio']:.3f}x at {case['size']}, {case['layers'] or 'all'} layers, {case['batch']} x {case['seq']}"
-        for case in found["cases"]
-    )
+    cases = [case for case in found["cases"] if case["prepared"]["compiled"]["segments"]]
+    ratios = ", ".join(f"{case['ratio']:.3f}x at {case['case']}" for case in cases)
+    return f"{ratios}; geometric mean {statistics.geometric_mean(case['ratio'] for case in cases):.3f}x"
 
 
 def _compile_time(found: Figures) -> str:

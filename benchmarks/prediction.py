@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import workload
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
@@ -200,12 +200,15 @@ def main() -> None:
         child(Case(**json.loads(args.child)), args)
         return
     found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args)}
-    for number in range(args.rounds):
-        for case in found:
-            print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
-            found[case].append(measured(case, args))
+    with own_folder(args):
+        for number in range(args.rounds):
+            for case in found:
+                print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
+                found[case].append(measured(case, args))
     cases = [judged(case, rounds) for case, rounds in found.items()]
-    finish("prediction", [_row(case) for case in cases], {"cases": cases}, _missed(cases), save=args.save)
+    cases = with_saved("prediction", cases) if args.save else cases
+    figures = {"cases": cases, "of_cases": len(CASES)}
+    finish("prediction", [_row(case) for case in cases], figures, _missed(cases), save=args.save)
 
 
 def _row(case: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""report: how each benchmark ends: a table for people, one JSON line for machines, exit 1 where a bar is missed."""
+"""report: how each benchmark begins and ends: its arguments, a folder of its own, a table for people, one JSON line for
+machines, exit 1 where a bar is missed."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import argparse
 import datetime
 import json
 import platform
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +24,8 @@ import lohan_fx
 from lohan_fx import machine
 
 RESULTS = Path(__file__).parent / "results"
+MEASURED_BY = "measured_by"
+"""Key of a case: which command measured it, when, on what, by which code (``measured_by``)."""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -38,22 +45,48 @@ def at_least_one(given: str) -> int:
     return count
 
 
+@contextmanager
+def own_folder(args: argparse.Namespace) -> Iterator[None]:
+    """``args.nvme`` is a new folder in the one that was given, until the end: then what still runs of ours is killed, and
+    the folder removed. Nothing of the user's is touched, whatever happens."""
+    given: Path = args.nvme
+    given.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=given) as folder:
+        args.nvme = Path(folder)
+        try:
+            yield
+        finally:
+            children = psutil.Process().children(recursive=True)
+            for child in children:
+                child.kill()
+            psutil.wait_procs(children)
+            args.nvme = given
+
+
 def profile(args: argparse.Namespace, seconds: float = 12.0) -> lohan_fx.HardwareProfile:
-    """The profile that ``--hw`` names, or this machine's, measured now."""
-    args.nvme.mkdir(parents=True, exist_ok=True)
+    """The profile that ``--hw`` names, or this machine's, measured now: its processor's, where all that is compared runs."""
     if args.hw is not None:
         return lohan_fx.HardwareProfile.load(args.hw)
-    return lohan_fx.HardwareProfile.measure(nvme=[args.nvme], seconds=seconds)
+    return lohan_fx.HardwareProfile.measure(nvme=[args.nvme], seconds=seconds, device="cpu")
 
 
-def today() -> str:
-    """Now, to the second, in UTC."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def measured_by() -> dict[str, Any]:
+    """This command, when (UTC), on which machine, with which versions."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
+    )
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": described.stdout.strip() or None,
+        "hardware": {"cpu": platform.processor() or platform.machine(), "fingerprint": machine.fingerprint()},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "lohan_fx": lohan_fx.__version__},
+    }
 
 
 def with_saved(name: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """``cases``, and before them those that the saved result of the benchmark ``name`` holds and that are not among them: what
-    takes an hour a case is not run in one go. Each has its name as ``case``."""
+    takes an hour a case is not run in one go. Each has its name as ``case``, and says what it was measured by."""
     path, now = RESULTS / f"{name}.json", {case["case"] for case in cases}
     saved = json.loads(path.read_text())["cases"] if path.exists() else []
     return [*(case for case in saved if case["case"] not in now), *cases]
@@ -74,15 +107,10 @@ def finish(
     for bar in missed:
         table.add_row("MISSED", bar)
     Console(width=110).print(table)
-    full = {
-        "benchmark": name,
-        **figures,
-        "missed": list(missed),
-        "command": " ".join(["python", *sys.argv]),
-        "date": today(),
-        "hardware": {"cpu": platform.processor() or platform.machine(), "fingerprint": machine.fingerprint()},
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "lohan_fx": lohan_fx.__version__},
-    }
+    by = measured_by()
+    full = {"benchmark": name, **figures, "missed": list(missed), **by}
+    if "cases" in figures:
+        full["cases"] = [{MEASURED_BY: by, **case} for case in figures["cases"]]
     if save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(full, indent=2) + "\n")

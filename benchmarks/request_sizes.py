@@ -21,7 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from report import arguments, at_least_one, finish, profile, with_saved
+from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from turns import Process, serve
 from workload import Case, Streamed, case_arguments, chosen, streamed
 
@@ -138,10 +138,11 @@ def main() -> None:
     if args.child:
         child(Case(**json.loads(args.case)), args)
         return
-    hw, path = profile(args), args.nvme / "profile.toml"
-    hw.save(path)
-    cases = [measured(case, args, path) for case in chosen(CASES, args)]
-    path.unlink()
+    asked = chosen(CASES, args)
+    with own_folder(args):
+        hw, path = profile(args), args.nvme / "profile.toml"
+        hw.save(path)
+        cases = [measured(case, args, path) for case in asked]
     cases = with_saved("request_sizes", cases) if args.save else cases
     missed = [
         f"{case['case']}: the size chosen takes {case['ratio']:.3f}x the fastest, at most {MOST_RATIO} allowed"
@@ -149,7 +150,7 @@ def main() -> None:
         if case["ratio"] > MOST_RATIO
     ]
     rows = [row for case in cases for row in _rows(case)]
-    figures = {"ratio": max(case["ratio"] for case in cases), "steps": args.steps, "cases": cases}
+    figures = {"ratio": max(case["ratio"] for case in cases), "cases": cases, "of_cases": len(CASES)}
     finish("request_sizes", rows, figures, missed, save=args.save)
 
 

@@ -35,7 +35,7 @@ def load(name: str, results: Path = RESULTS) -> Figures | None:
 
 
 def table(rows: Sequence[Row], results: Path = RESULTS) -> str:
-    """The rows as Markdown, with the date and the command of each."""
+    """The rows as Markdown, with the dates and the commands of each, and how many of its cases were measured."""
     lines = ["| promise | bar | measured | date | command |", "|---|---|---|---|---|"]
     for row in rows:
         found = load(row.name, results)
@@ -44,9 +44,19 @@ def table(rows: Sequence[Row], results: Path = RESULTS) -> str:
             continue
         missed = "; ".join(map(str, found.get("missed", ()) if row.judged else ()))
         told = f"{row.told(found)}{f'. **Missed**: {missed}' if missed else ''}"
-        cells = [row.promise, row.bar, told, found["date"][:10], f"`{found['command']}`"]
+        if (measured := len(found.get("cases", ()))) < (of := found.get("of_cases", 0)):
+            told += f". **{measured} of {of} cases measured**"
+        by = measured_by(found)
+        dates, commands = (dict.fromkeys(one[key] for one in by) for key in ("date", "command"))
+        cells = [row.promise, row.bar, told, ", ".join(dict.fromkeys(date[:10] for date in dates))]
+        cells.append("; ".join(f"`{command}`" for command in commands))
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def measured_by(found: Figures) -> list[Figures]:
+    """Date, command, hardware and versions: of each case, where there are some, else of the whole run."""
+    return [case["measured_by"] for case in found.get("cases", ()) if "measured_by" in case] or [found]
 
 
 def machines(rows: Sequence[Row], results: Path = RESULTS) -> str:
@@ -55,7 +65,8 @@ def machines(rows: Sequence[Row], results: Path = RESULTS) -> str:
     lines = {
         f"- {f['hardware']['fingerprint']}; "
         + ", ".join(f"{name} {version}" for name, version in f["versions"].items())
-        for f in found
+        for figures in found
+        for f in measured_by(figures)
     }
     return "\n".join(sorted(lines))
 

@@ -7,9 +7,10 @@ Bar: the median RSS of the last quarter exceeds that of the second quarter by le
 
 from __future__ import annotations
 
+import argparse
 import statistics
 
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 import lohan_fx
@@ -25,6 +26,12 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least_one, default=200)
     parser.add_argument("--policy", default="swap-nvme")
     args = parser.parse_args()
+    with own_folder(args):
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """The RSS after every step."""
     hw = profile(args, seconds=3.0)
     ours = streamed(Workload(args.size, args.batch, args.seq), hw, args.nvme, host_memory="1GiB", policy=args.policy)
     rss = []

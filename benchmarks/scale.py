@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from report import arguments, at_least_one, finish, profile
+from report import arguments, at_least_one, finish, own_folder, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
 import lohan_fx
@@ -122,14 +122,11 @@ def main() -> None:
     unknown = [size for size in sizes if size not in SIZES]
     if unknown:
         parser.error(f"--sizes names {', '.join(unknown)}: expected some of {', '.join(SIZES)}")
-    hw = profile(args)
-    path = args.nvme / "profile.toml"
-    hw.save(path)
-    try:
+    with own_folder(args):
+        hw, path = profile(args), args.nvme / "profile.toml"
+        hw.save(path)
         by_size = [measured(size, args, path) for size in sizes]
         by_depth = [measured(depth, args, path) for depth in depths]
-    finally:
-        path.unlink()
     figures, missed = judged(by_size, by_depth)
     table = [rows(found, "") for found in by_size] + [rows(found, " layers") for found in by_depth]
     if "more_rss_bytes" in figures:

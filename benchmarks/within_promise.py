@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from memory_group import join, memory_group, peak_bytes
-from report import arguments, finish, profile
+from report import arguments, finish, own_folder, profile
 from workload import LR, SIZES, Workload, dtype_argument
 
 import lohan_fx
@@ -126,15 +125,10 @@ def main() -> None:
     if args.child:
         child(args, resumes=args.child == "resume")
         return
-    hw = profile(args)
-    folder = args.nvme / "within_promise"
-    folder.mkdir()
-    try:
-        path = folder / "profile.toml"
+    with own_folder(args):
+        hw, path = profile(args), args.nvme / "profile.toml"
         hw.save(path)
-        trained, resumed = (_run(what, folder, path) for what in ("train", "resume"))
-    finally:
-        shutil.rmtree(folder)
+        trained, resumed = (_run(what, args.nvme, path) for what in ("train", "resume"))
     promise = parse_bytes(args.host_memory, "host_memory")
     growth = trained["growth_bytes"] | {f"{name}, resumed": n for name, n in resumed["growth_bytes"].items()}
     most = max(growth.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,12 +134,24 @@ class Case:
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
+Numbered = TypeVar("Numbered")
 
 
 def case_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``chosen`` asks for."""
-    parser.add_argument("--cases", help="only these, by number, such as 0,2")
+    cases_argument(parser)
     dtype_argument(parser)
+
+
+def cases_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=case_numbers, help="only these, by number, such as 0,2")
+
+
+def case_numbers(given: str) -> list[int]:
+    """As the type of an argument."""
+    if not all(number.isdecimal() for number in given.split(",")):
+        raise argparse.ArgumentTypeError(f"{given!r} are no numbers of cases: give some from 0 on, such as 0,2")
+    return [int(number) for number in given.split(",")]
 
 
 def dtype_argument(parser: argparse.ArgumentParser) -> None:
@@ -150,8 +163,14 @@ def dtype_argument(parser: argparse.ArgumentParser) -> None:
 
 def chosen(cases: Sequence[AnyCase], args: argparse.Namespace) -> list[AnyCase]:
     """Those of ``cases`` that ``--cases`` names, or all, in ``--dtype``."""
-    named = [cases[int(n)] for n in args.cases.split(",")] if args.cases else cases
-    return [dataclasses.replace(case, dtype=args.dtype) for case in named]
+    return [dataclasses.replace(case, dtype=args.dtype) for case in numbered(cases, args)]
+
+
+def numbered(cases: Sequence[Numbered], args: argparse.Namespace) -> list[Numbered]:
+    """Those of ``cases`` that ``--cases`` names, or all. Exits where there is no such one."""
+    if unknown := [number for number in args.cases or () if number >= len(cases)]:
+        sys.exit(f"--cases names {unknown[0]}: the last of {len(cases)} is {len(cases) - 1}")
+    return list(cases) if args.cases is None else [cases[number] for number in args.cases]
 
 
 Step = Callable[[], float]

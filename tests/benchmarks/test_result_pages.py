@@ -37,6 +37,20 @@ def test_a_row_tells_what_was_measured_or_that_nothing_was(tmp_path: Path) -> No
     ]
 
 
+def test_a_row_tells_the_dates_and_commands_of_all_its_cases_and_how_many_there_are(tmp_path: Path) -> None:
+    cases = [
+        {"measured_by": {"date": "2026-01-02T03:04:05+00:00", "command": "python x.py --cases 0"}},
+        {"measured_by": {"date": "2026-01-02T04:04:05+00:00", "command": "python x.py --cases 1"}},
+        {"measured_by": {"date": "2026-02-02T03:04:05+00:00", "command": "python x.py --cases 0"}},
+    ]
+    (tmp_path / "one.json").write_text(json.dumps({**FOUND, "missed": [], "cases": cases, "of_cases": 4}))
+    row = results_table.Row("one", "Nothing is lost", "0", lambda found: f"{found['lost']} lost")
+    assert results_table.table([row], tmp_path).splitlines()[2:] == [
+        "| Nothing is lost | 0 | 3 lost. **3 of 4 cases measured** | 2026-01-02, 2026-02-02 | "
+        "`python x.py --cases 0`; `python x.py --cases 1` |",
+    ]
+
+
 @pytest.mark.parametrize(("value", "told"), [(None, "-"), (1234567, "1,234,567"), (0.98765, "0.988")])
 def test_numbers_have_three_digits(value: float | None, told: str) -> None:
     assert results_table.number(value) == told
