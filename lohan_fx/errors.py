@@ -27,6 +27,10 @@ class InfeasiblePlan(LohanError):
     """No plan fits the budgets; names the tier, the bytes missing, and the smallest change that would fit."""
 
 
+class NoDrive(InfeasiblePlan, ValueError):
+    """No plan fits memory alone, and the hardware profile has no drive for the rest."""
+
+
 class CaptureError(LohanError):
     """The model could not be captured as one graph; names the place and the reason."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ class Forecast:
         """Years of uninterrupted training until the drives have been written as often as they are rated for."""
         if not self.prediction.nvme_write_bytes or not self.asked.hw.nvme:
             return None
-        endurance_bytes = ENDURANCE_WRITES * sum(drive.capacity_bytes for drive in self.asked.hw.nvme)
+        endurance_bytes = ENDURANCE_WRITES * sum(drive.drive_bytes or 0 for drive in self.asked.hw.nvme)
         return endurance_bytes / (self.prediction.nvme_write_bytes / self.step_s) / YEAR_S
 
     @property
@@ -116,10 +117,12 @@ class Forecast:
         return None if prices is None else prices.server_usd + prices.gpu_usd + prices.ssd_usd * len(self.asked.hw.nvme)
 
     @property
-    def usd_per_million_tokens(self) -> float | None:
+    def usd_per_million(self) -> float | None:
+        """Per million tokens, or samples where the model has no tokens."""
         if self.machine_usd is None:
             return None
-        return self.machine_usd / (PRICE_YEARS * YEAR_S) / self.tokens_per_s * 1e6
+        units_per_s = self.tokens_per_s if self.subject.unit == "tokens" else self.samples_per_s
+        return self.machine_usd / (PRICE_YEARS * YEAR_S) / units_per_s * 1e6
 
     @property
     def lowest_tier(self) -> Tier:
@@ -143,6 +146,10 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
             parameters=subject.capture.parameters,
         )
     _check_drives(plan, asked)
+    if why_not := named(asked.policy).why_not:
+        plan = dataclasses.replace(
+            plan, notes=(*plan.notes, f"{asked.policy} is planned and simulated only: {why_not}")
+        )
     simulation = simulate(halves, plan, asked.hw) if asked.simulated else None
     forward_flops = sum(meta.cost(node).flops for node in halves.forward.graph.nodes)
     return Forecast(subject, asked, plan, simulation, work_of(halves, plan, request), forward_flops)

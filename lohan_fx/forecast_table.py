@@ -79,8 +79,8 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
         ),
         ("drive wear", _wear(found)),
     ]
-    if found.usd_per_million_tokens is not None:
-        rows.append(("cost", f"${found.usd_per_million_tokens:,.3g} per million tokens"))
+    if found.usd_per_million is not None:
+        rows.append(("cost", f"${found.usd_per_million:,.3g} per million {found.subject.unit}"))
     return rows
 
 
@@ -220,7 +220,8 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "nvme_read_bytes": prediction.nvme_read_bytes,
         "nvme_write_bytes": prediction.nvme_write_bytes,
         "wear_years": found.wear_years,
-        "usd_per_million_tokens": found.usd_per_million_tokens,
+        "usd_per_million_tokens": found.usd_per_million if found.subject.unit == "tokens" else None,
+        "usd_per_million_samples": None if found.subject.unit == "tokens" else found.usd_per_million,
         "notes": [*found.subject.capture.notes, *found.plan.notes],
     }
 

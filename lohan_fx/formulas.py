@@ -20,15 +20,21 @@ from lohan_fx.plan_table import table
 from lohan_fx.policies import named
 from lohan_fx.units import format_seconds
 
+HALF_BYTES = 2
 PERCENT = 0.01
 EFFECT_S = 1e-6
 """Seconds of a step: what one per cent changes by less is left out of the table."""
+_OF_DRIVES = {"BW_S2M", "BW_M2S", "BW_S2C", "BW_C2S", "BW_SSD", "BW_OPT"}
 _AT_BEST = {"BW_SSD": "the drives give", "BW_OPT": "the drives give", "BW_PAGE": "the link gives"}
 
 
 def formulas(found: Forecast) -> tuple[CostModel, ...]:
-    """Ours, of which the forecast's seconds are, and those that the papers have for the policy's system."""
-    return (lohan.CORRECTED, *named(found.plan.policy).formulas)
+    """Ours, of which the forecast's seconds are, and those that the papers have for the policy's system; without drives only
+    those that need none."""
+    theirs = named(found.plan.policy).formulas
+    if not found.asked.hw.nvme:
+        theirs = tuple(model for model in theirs if not _OF_DRIVES & set(model.names))
+    return (lohan.CORRECTED, *theirs)
 
 
 def symbol_values(found: Forecast) -> dict[str, float]:
@@ -85,11 +91,15 @@ def formula_text(found: Forecast, *, names: bool = False) -> str:
             f"policy {policy.name} has no formula of its own in the papers: the one above is what its plan is judged by"
         )
         return "\n\n".join([*parts, why])
+    if len(parts) == 1:
+        return f"{parts[0]}\n\n{policy.source}'s own formula needs drives, which {found.asked.hw.name!r} has not"
     parts[1] = f"{policy.source}'s own, with what this plan moves on this machine\n{parts[1]}"
     used = {name for model in policy.formulas for name in model.names}
     best = [
         f"{name} is what the {whose} of the profile give at most" for name, whose in _AT_BEST.items() if name in used
     ]
+    if any(not p.trainable or p.bytes != HALF_BYTES * p.numel for p in found.plan.parameters):
+        best.append("it counts every parameter as trained, in half precision, which this model's are not")
     return "\n\n".join([*parts, *(["; ".join(best)] if best else [])])
 
 

@@ -67,7 +67,8 @@ class RequestRate:
 class NvmeProfile:
     """One directory on a drive. Its rates hold while all drives of the profile work at once, so that they add up.
 
-    `capacity_bytes` is what may be stored there: the free space when measured, the whole drive in a preset.
+    `capacity_bytes` is what may be stored there: the free space when measured, the whole drive in a preset; `drive_bytes` the
+    whole drive, whose wear counts, `capacity_bytes` where that is not known. Directories on one drive share both.
     """
 
     directory: Annotated[str, 'a directory on the drive; "" in a preset']
@@ -76,9 +77,12 @@ class NvmeProfile:
     mixed_bytes_per_s: Annotated[float, "bytes/s, reads plus writes, alternating"]
     capacity_bytes: Annotated[int, "bytes free for lohan_fx when measured"]
     by_request: tuple[RequestRate, ...] = ()
+    drive_bytes: Annotated[int | None, "bytes of the whole drive"] = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        whole = self.capacity_bytes if self.drive_bytes is None else self.drive_bytes
+        _set(self, "drive_bytes", _checked_number("NvmeProfile.drive_bytes", whole, int))
         _set(self, "by_request", _elements(self, "by_request", RequestRate))
 
     def at_requests(self, nbytes: int) -> Self:

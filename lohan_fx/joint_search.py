@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lohan_fx.division import division_of
-from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.errors import NoDrive
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_model import JointModel, joint_model, parameters_of, placed_in_order, plan_of, plans_of
 from lohan_fx.memory_model import check, missing, resident_bytes
@@ -230,10 +230,11 @@ def _narrowed(windows: Windows, share: float) -> Windows:
 def _needs_drives(problem: Problem, hw: HardwareProfile, least: Plan) -> None:
     if hw.nvme:
         return
-    raise InfeasiblePlan(
-        f"policy {problem.policy!r} does not fit: the hardware profile {hw.name!r} has no drive, and what {least.device} "
-        f"and host memory ({problem.budgets.host_memory_bytes:,} bytes) do not hold has nowhere to go; promise more "
-        "memory, or use a profile with a drive"
+    nbytes = sum(p.bytes + 12 * p.numel * p.trainable for p in problem.parameters)
+    raise NoDrive(
+        f"policy {problem.policy!r} needs a drive, and the hardware profile {hw.name!r} has none: parameters and states take "
+        f"{nbytes:,} bytes, which {least.device} and host memory ({problem.budgets.host_memory_bytes:,} bytes) cannot hold "
+        "beside the rest; promise more memory, or use a profile with a drive, or a smaller model"
     )
 
 

@@ -34,12 +34,13 @@ class SystemRow:
 
 @dataclass(frozen=True)
 class SystemLimit:
-    """What the system of ``policy`` could train in so many bytes; ``rows`` by size. ``rows`` is empty where the papers
-    say too little of its memory."""
+    """What the system of ``policy`` could train in so many bytes, ``nvme_bytes`` of them on drives; ``rows`` by size, none
+    where the papers say too little of its memory."""
 
     policy: str
     device_bytes: int
     host_bytes: int
+    nvme_bytes: int
     tokens: int
     rows: tuple[SystemRow, ...]
 
@@ -73,15 +74,16 @@ def system_limit(models: Sequence[ModelDims], asked: Asked, seq: int | None) -> 
     less is asked for."""
     host = asked.host_memory_bytes or asked.hw.host_memory_bytes
     device = asked.device_memory_bytes or asked.hw.device_memory_bytes
+    nvme = sum(drive.capacity_bytes for drive in asked.hw.nvme)
     memory, tokens = MEMORY.get(asked.policy), seq or TOKENS
     if memory is None:
-        return SystemLimit(asked.policy, device, host, tokens, ())
+        return SystemLimit(asked.policy, device, host, nvme, tokens, ())
     rows = []
     for dims in models:
         tokens = dims.tokens if dims.family is Family.DIT else min(seq or TOKENS, dims.positions)
         needed = memory.needs(TransformerCounts(dims, BATCH, tokens))
-        rows.append(SystemRow(dims.name, needed, needed.short(device, host)))
-    return SystemLimit(asked.policy, device, host, tokens, tuple(rows))
+        rows.append(SystemRow(dims.name, needed, needed.short(device, host, nvme)))
+    return SystemLimit(asked.policy, device, host, nvme, tokens, tuple(rows))
 
 
 def limit_text(limit: SystemLimit) -> str:
@@ -92,14 +94,16 @@ def limit_text(limit: SystemLimit) -> str:
     lines = []
     for row in limit.rows:
         missing = ", ".join(f"{format_bytes(int(nbytes))} of {tier}" for tier, nbytes in row.short.items())
-        sizes = [format_bytes(int(nbytes)) for nbytes in (row.needed.device_bytes, row.needed.host_bytes)]
+        needed = row.needed
+        sizes = [format_bytes(int(n)) for n in (needed.device_bytes, needed.host_bytes, needed.nvme_bytes)]
         lines.append([f"  {row.model}", *sizes, f"no: {missing} missing" if row.short else "yes"])
     title = f"{source} itself"
     return "\n".join(
         [
             f"by the papers' protocol (batch {BATCH}, {limit.tokens} tokens, {format_bytes(limit.host_bytes)} of main memory, "
-            f"{format_bytes(limit.device_bytes)} of the device's), what {limit.policy} itself needs",
-            *table([title, "device", "host", "fits"], lines, left=(0, 3)),
+            f"{format_bytes(limit.device_bytes)} of the device's, {format_bytes(limit.nvme_bytes)} on drives), what "
+            f"{limit.policy} itself needs",
+            *table([title, "device", "host", "nvme", "fits"], lines, left=(0, 4)),
             f"\nlargest by {source} itself: {limit.largest or 'none of them'}",
         ]
     )
@@ -112,13 +116,14 @@ def limit_data(limit: SystemLimit) -> dict[str, Any]:
         "source": named(limit.policy).source,
         "known": bool(limit.rows),
         "largest": limit.largest,
-        "memory_bytes": {"device": limit.device_bytes, "host": limit.host_bytes},
+        "memory_bytes": {"device": limit.device_bytes, "host": limit.host_bytes, "nvme": limit.nvme_bytes},
         "rows": [
             {
                 "case": row.model,
                 "fits": not row.short,
                 "device_bytes": row.needed.device_bytes,
                 "host_bytes": row.needed.host_bytes,
+                "nvme_bytes": row.needed.nvme_bytes,
             }
             for row in limit.rows
         ],

@@ -66,6 +66,7 @@ class _Drive:
     fd: int
     direct: bool
     capacity_bytes: int
+    drive_bytes: int
     buffers: tuple[memoryview, ...]
 
 
@@ -105,7 +106,11 @@ def measure_drives(
     share_s = seconds * (1 - _FILL_SHARE) / (_ROUNDS * sum(SHARES.values()) * len(_Access))
     samples: dict[tuple[int, _Access], list[list[float]]] = defaultdict(list)
     with contextlib.ExitStack() as files:
-        drives = [files.enter_context(_open_drive(directory)) for directory in directories]
+        devices = [os.stat(directory).st_dev for directory in directories]
+        drives = [
+            files.enter_context(_open_drive(directory, sharing=devices.count(device)))
+            for directory, device in zip(directories, devices, strict=True)
+        ]
         announce("drives: writing a file on each")
         sizes = _fill(drives, seconds * _FILL_SHARE)
         # Rounds over all sizes, not all of one size at once: a drive's speed drifts, and sizes are to be compared.
@@ -126,6 +131,7 @@ def measure_drives(
             write_bytes_per_s=usual[index].write_bytes_per_s,
             mixed_bytes_per_s=usual[index].mixed_bytes_per_s,
             capacity_bytes=drive.capacity_bytes,
+            drive_bytes=drive.drive_bytes,
             by_request=tuple(rates[index] for rates in by_request),
         )
         for index, drive in enumerate(drives)
@@ -147,8 +153,10 @@ def _warn(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _open_drive(directory: str) -> Iterator[_Drive]:
-    capacity_bytes = _free_bytes(directory)
+def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
+    """``sharing``: how many of the directories are on its file system, which all may fill."""
+    stat = os.statvfs(directory)
+    capacity_bytes, drive_bytes = _free_bytes(directory) // sharing, stat.f_blocks * stat.f_frsize // sharing
     try:
         fd, direct = _open_nameless(directory)
     except OSError as error:
@@ -158,7 +166,7 @@ def _open_drive(directory: str) -> Iterator[_Drive]:
             _warn(f"{directory!r} refuses O_DIRECT: measured through the page cache, which costs a copy of every byte")
         random = os.urandom(REQUEST_BYTES[-1])  # some file systems and drives compress
         buffers = tuple(_page_aligned(random) for _ in range(_THREADS))
-        yield _Drive(directory, fd, direct, capacity_bytes, buffers)
+        yield _Drive(directory, fd, direct, capacity_bytes, drive_bytes, buffers)
     finally:
         os.close(fd)
 

@@ -158,9 +158,15 @@ def _checked_config(path: Path, raw: dict[str, Any]) -> Any:
             f'{path}: "num_key_value_heads" is {groups}, which does not divide the {heads} of "num_attention_heads"'
         )
     try:
-        return kind_of_config.from_dict(raw)
+        config = kind_of_config.from_dict(raw)
     except Exception as error:
         raise ValueError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{path}: {kind!r} has an encoder and a decoder, and from a config only causal language models are planned: give "
+            "--model FILE.py:FUNCTION, which returns the model and its inputs"
+        )
+    return config
 
 
 def _check_size(path: Path, name: str, value: object, largest: int) -> None:

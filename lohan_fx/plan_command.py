@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from lohan_fx.errors import CaptureError, InfeasiblePlan
+from lohan_fx.errors import CaptureError, InfeasiblePlan, NoDrive
 from lohan_fx.forecast import Asked, Subject, forecast, libraries_silenced
 from lohan_fx.forecast_table import forecast_data, forecast_text
 from lohan_fx.formulas import formula_data, formula_text
@@ -119,6 +119,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         cause = error.__cause__
         if cause is not None:
             traceback.print_exception(cause.with_traceback(_of_the_user(cause)), file=sys.stderr)
+        raise
+    except NoDrive:  # bad input, by what the profile lacks
         raise
     except InfeasiblePlan as error:
         text = str(error).splitlines()[0] + _hint(arguments, str(error))

@@ -7,6 +7,7 @@ policy of the same name is another question, and often more: ``lohan-fx plan --m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,10 @@ IN_GPU_BYTES = 16
 """Per parameter: P16, G16, P32 and OS32 (LoHan table II)."""
 GEMINI_HOST_BYTES = 8
 """Per parameter: P16, P32 and G16; its optimizer states go to the drives (Fuyou sec. 5.1)."""
+GEMINI_NVME_BYTES = 8
+"""Per parameter: OS32, two moments."""
+NVME_BYTES = 14
+"""Per parameter, of the systems that stream: P16, P32 and OS32."""
 LOHAN_HOST_BYTES = 137.3
 """Per parameter of one block, for states in flight: with inter-block activations in 128 GB, 70B trains at batch 16 and
 not at 24 (LoHan table V)."""
@@ -29,14 +34,19 @@ FP16_BYTES = 2
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes of memory, or more than there are of it."""
+    """Bytes of memory and, of the systems that keep something on drives, of those."""
 
     device_bytes: float
     host_bytes: float
+    nvme_bytes: float = 0.0
 
-    def short(self, device_bytes: float, host_bytes: float) -> dict[str, float]:
-        """Tier -> bytes that are missing; empty where both suffice."""
-        over = {"device": self.device_bytes - device_bytes, "host": self.host_bytes - host_bytes}
+    def short(self, device_bytes: float, host_bytes: float, nvme_bytes: float = math.inf) -> dict[str, float]:
+        """Tier -> bytes that are missing; empty where all suffice."""
+        over = {
+            "device": self.device_bytes - device_bytes,
+            "host": self.host_bytes - host_bytes,
+            "nvme": self.nvme_bytes - nvme_bytes,
+        }
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
 
@@ -57,7 +67,8 @@ class StreamedMemory:
     def needs(self, c: TransformerCounts) -> Needed:
         states = self.host_bytes_per_block_parameter * c.dims.block_parameters
         activations = c.inter_block_bytes if self.activations_in_main else 0.0
-        return Needed(BLOCK_COPIES * FP16_BYTES * c.dims.block_parameters + c.block_peak_bytes, states + activations)
+        device = BLOCK_COPIES * FP16_BYTES * c.dims.block_parameters + c.block_peak_bytes
+        return Needed(device, states + activations, NVME_BYTES * c.dims.parameters)
 
 
 @dataclass(frozen=True)
@@ -71,20 +82,24 @@ class ZeroInfinityMemory:
 
     def needs(self, c: TransformerCounts) -> Needed:
         shared = self.bytes_per_parameter * c.dims.parameters
-        return Needed(_one_block(c), self.processes * self.bytes_per_process + shared)
+        host = self.processes * self.bytes_per_process + shared
+        return Needed(_one_block(c), host, NVME_BYTES * c.dims.parameters)
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """States in main memory, ``host_bytes_per_parameter``; the tensors between blocks there too, or on the GPU."""
+    """States in main memory, ``host_bytes_per_parameter``, or on drives; the tensors between blocks in main memory too, or
+    on the GPU."""
 
     host_bytes_per_parameter: float = IN_GPU_BYTES
     checkpoints_on_device: bool = False
+    nvme_bytes_per_parameter: float = 0.0
 
     def needs(self, c: TransformerCounts) -> Needed:
         inter = c.inter_block_bytes
         on_device, in_host = (inter, 0.0) if self.checkpoints_on_device else (0.0, inter)
-        return Needed(_one_block(c) + on_device, self.host_bytes_per_parameter * c.dims.parameters + in_host)
+        host = self.host_bytes_per_parameter * c.dims.parameters + in_host
+        return Needed(_one_block(c) + on_device, host, self.nvme_bytes_per_parameter * c.dims.parameters)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ MEMORY: Mapping[str, SystemMemory] = {
     **dict.fromkeys(("lohan-cpuact", "lohan-ds", "lohan-cap", "lohan-cm"), _IN_MAIN),
     "zero-infinity": ZeroInfinityMemory(),
     **dict.fromkeys(("zero-offload", "l2l", "stronghold"), HostMemory()),
-    "gemini": HostMemory(GEMINI_HOST_BYTES, checkpoints_on_device=True),
+    "gemini": HostMemory(GEMINI_HOST_BYTES, checkpoints_on_device=True, nvme_bytes_per_parameter=GEMINI_NVME_BYTES),
     **dict.fromkeys(
         ("flashneuron", "capuchin", "checkmate", "str", "vdnn", "superneurons", "in-memory"), DeviceMemory()
     ),

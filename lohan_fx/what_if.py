@@ -48,7 +48,7 @@ def attempt(label: str, make: Callable[[], Forecast]) -> Row:
     try:
         return Row(label, make())
     except (InfeasiblePlan, ValueError) as error:
-        return Row(label, None, str(error).splitlines()[0], not isinstance(error, InfeasiblePlan))
+        return Row(label, None, str(error).splitlines()[0], isinstance(error, ValueError))
 
 
 # --- what is varied -------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _values(name: str, text: str) -> list[Any]:
 
 
 def _part(name: str, part: str) -> Iterator[Any]:
-    """The values of ``1..12`` (each number; of memory each doubling, and the end), or of a single value."""
+    """The values of ``1..12`` (each number of drives; of others each doubling, and the end), or of a single value."""
     first, dots, last = part.partition("..")
     if name == "gpu":
         yield part
@@ -117,7 +117,9 @@ def _part(name: str, part: str) -> Iterator[Any]:
         yield _value(name, part)
     else:
         low, high = _value(name, first), _value(name, last)
-        if name in ("ssds",):
+        if low > high:
+            raise ValueError(f"--vary {name}={part} is over nothing: expected the smaller one first, {last}..{first}")
+        if name == "ssds":
             if high - low >= MOST_VALUES:
                 raise ValueError(
                     f"--vary {name}={part} is over {high - low + 1} values: expected at most {MOST_VALUES}"
@@ -127,8 +129,7 @@ def _part(name: str, part: str) -> Iterator[Any]:
             while low < high:
                 yield low
                 low *= 2
-            if low // 2 < high or low == high:
-                yield high
+            yield high
 
 
 def _value(name: str, text: str) -> int:
@@ -238,7 +239,7 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
             lines.append([f"  {row.label}", "no", *["-"] * 9])
             continue
         simulated = format_seconds(found.simulation.step_s) if found.simulation else "-"
-        cost = "-" if found.usd_per_million_tokens is None else f"{found.usd_per_million_tokens:,.3g}"
+        cost = "-" if found.usd_per_million is None else f"{found.usd_per_million:,.3g}"
         wear = "-" if found.wear_years is None else f"{found.wear_years:,.1f}"
         binds = "/".join(stage.bottleneck for stage in found.stages.values())
         lines.append(
@@ -257,8 +258,9 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
             ]
         )
     units = {row.found.subject.unit for row in rows if row.found} or {"tokens"}
-    columns = [title, "needs", "step", "simulated", f"{units.pop()}/s", "TFLOPS", "bound by"]
-    columns += ["host", "device", "wear years", "$/M tokens"]
+    unit = units.pop()
+    columns = [title, "needs", "step", "simulated", f"{unit}/s", "TFLOPS", "bound by"]
+    columns += ["host", "device", "wear years", f"$/M {unit}"]
     why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
     return "\n".join([*_in_parts(columns, lines, width), *([""] if why else []), *why])
 

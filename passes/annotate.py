@@ -122,9 +122,9 @@ def node_flops(node: Node) -> Size:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     values = [meta.value(a) if isinstance(a, Node) else a for a in node.args]
-    attention = _attention_flops(node.target, values)
-    if attention is not None:
-        return attention
+    for known in (_attention_flops, _grouped_flops):
+        if (found := known(node.target, values)) is not None:
+            return found
     formula = cast("Callable[..., Size] | None", flop_registry.get(node.target._overloadpacket))
     if formula is None:
         return 0
@@ -147,6 +147,19 @@ def _attention_flops(op: torch._ops.OpOverload, values: Sequence[Any]) -> Size |
     scores = 2 * batch * heads * length * key.shape[-2] * width
     context = 2 * batch * heads * length * key.shape[-2] * value.shape[-1]
     return cast(Size, 3 * scores + 2 * context if backward else scores + context)
+
+
+def _grouped_flops(op: torch._ops.OpOverload, values: Sequence[Any]) -> Size | None:
+    """FLOPs of matmuls whose rows go to one of several matrices each (experts), torch's and Hugging Face's for other dtypes,
+    which PyTorch's registry lacks."""
+    if op._opname == "grouped_mm_fallback_backward":
+        rows, experts = values[0], values[1]
+        return cast(Size, 4 * rows.numel() * experts.shape[-1])
+    if op._opname not in ("_grouped_mm", "grouped_mm_fallback"):
+        return None
+    left, right = values[:2]
+    apart = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1  # each column is of one group
+    return cast(Size, 2 * left.numel() * right.shape[-1] // apart)
 
 
 # --- how many bytes -------------------------------------------------------------------------------------------

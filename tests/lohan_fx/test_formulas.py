@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -98,4 +99,8 @@ def _seconds(cell: list[str]) -> float:
 def test_a_machine_without_a_drive(subject: Subject) -> None:
     forecast_ = found(subject, "zero-offload", dataclasses.replace(HW, nvme=()))
     assert "ZeRO-Offload: T = T_f + T_b + T_o" in formula_text(forecast_)
-    assert formula_text(found(subject, "lohan", dataclasses.replace(HW, nvme=())))
+    streamed = found(subject, "lohan", dataclasses.replace(HW, nvme=()))
+    text, data = formula_text(streamed), formula_data(streamed)
+    assert text.endswith("LoHan's own formula needs drives, which 'rtx4090-12xP5510' has not")
+    assert "inf" not in text and "nan" not in text
+    json.dumps(data, allow_nan=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
@@ -65,9 +66,18 @@ def test_a_size_is_above_zero(record: Any, field: str, wrong: int) -> None:
         replace(record, **{field: wrong})
 
 
+def test_a_drive_whose_size_is_not_known_is_as_large_as_what_it_holds() -> None:
+    assert DRIVE.drive_bytes == DRIVE.capacity_bytes
+    assert dataclasses.replace(DRIVE, drive_bytes=4 * DRIVE.capacity_bytes).drive_bytes == 4 * DRIVE.capacity_bytes
+    with pytest.raises(ValueError, match=r"drive_bytes is 0: expected a whole number above zero"):
+        dataclasses.replace(DRIVE, drive_bytes=0)
+
+
 @pytest.mark.parametrize("wrong", ["1", None, True, [1]])
 @pytest.mark.parametrize(("record", "field"), _fields_with(float) + _fields_with(int))
 def test_a_number_is_a_number(record: Any, field: str, wrong: object) -> None:
+    if field == "drive_bytes" and wrong is None:
+        pytest.skip("not known")
     with pytest.raises(TypeError, match=rf"{field} is .*{type(wrong).__name__}.*: expected a (finite|whole) number"):
         replace(record, **{field: wrong})
 

@@ -51,7 +51,10 @@ def test_measure_fills_the_whole_profile_and_leaves_no_file(tmp_path: Path) -> N
     for drive in profile.nvme:
         assert tuple(rate.request_bytes for rate in drive.by_request) == measure_nvme.REQUEST_BYTES
         assert drive.mixed_bytes_per_s in [rate.mixed_bytes_per_s for rate in drive.by_request]
-        assert drive.capacity_bytes <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+        assert drive.capacity_bytes <= drive.drive_bytes
+    # Both are on one drive, which they share.
+    whole = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    assert whole - 2 < sum(drive.drive_bytes for drive in profile.nvme) <= whole
     assert profile.is_this_machine()
     assert profile.versions["torch"] == torch.__version__
     assert profile.host_memory_bytes == profile.device_memory_bytes == machine.host_memory_bytes()

@@ -134,6 +134,15 @@ def test_a_config_with_missing_or_absurd_fields(tmp_path: Path, changes: dict[st
     assert "\n" not in str(caught.value)
 
 
+def test_a_config_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+    """Its class for causal language models would be the decoder alone."""
+    bart = {"model_type": "bart", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96}
+    bart |= {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(bart))
+    with pytest.raises(ValueError, match=r"'bart' has an encoder and a decoder.*give --model FILE\.py:FUNCTION"):
+        source_of(str(tmp_path))
+
+
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ("[1]", "expected a JSON object")])
 def test_a_config_that_is_none(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -262,7 +262,9 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "gpt2", "--vary", ""], "--vary is ''"),
         (["--model", "gpt2", "--vary", "ssds"], "--vary is 'ssds'"),
         (["--model", "gpt2", "--vary", "ssds="], "over nothing"),
-        (["--model", "gpt2", "--vary", "ssds=5..1"], "over nothing"),
+        (["--model", "gpt2", "--vary", "ssds=5..1"], "over nothing: expected the smaller one first, 1..5"),
+        (["--model", "gpt2", "--vary", "batch=5..3"], "over nothing: expected the smaller one first, 3..5"),
+        (["--model", "gpt2", "--vary", "host_memory=6GiB..4GiB"], "over nothing: expected the smaller one first"),
         (["--model", "gpt2", "--vary", "ssds=0"], "--vary ssds is '0'"),
         (["--model", "gpt2", "--vary", "ssds=1..999"], "at most 64"),
         (["--model", "gpt2", "--vary", "colour=red"], "expected one of ssds"),
@@ -380,11 +382,18 @@ def test_a_bandwidth_that_is_none(value: str, tmp_path: Path, capsys: pytest.Cap
     assert "h2d_bytes_per_s" in one_line(capsys)
 
 
+def test_a_plan_that_cannot_run_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = answered(capsys, model, "--policy", "swapadvisor")["notes"]
+    assert any(note.startswith("swapadvisor is planned and simulated only: its optimizer runs") for note in notes)
+
+
 def test_a_plan_that_needs_a_drive_on_a_machine_without(
     model: str, no_drive: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(model, "--policy", "swap-nvme", hw=no_drive) == 1
     assert "has no drive: choose a profile with drives" in one_line(capsys)
+    assert plan("gpt3-70b", hw=no_drive) == 1
+    assert "policy 'lohan' needs a drive" in one_line(capsys)
     assert plan(model, "--vary", "ssds=1..2", hw=no_drive) == 1
     assert "has no drive to take more of" in one_line(capsys)
     assert plan(model, "--policy", "in-memory", hw=no_drive) == 0

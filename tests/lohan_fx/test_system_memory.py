@@ -68,6 +68,15 @@ def test_all_memory_of_the_machine_unless_less_is_asked_for() -> None:
     assert "of device" in limit_text(limit)  # what 412B lacks
 
 
+def test_states_on_drives_need_drives() -> None:
+    one = dataclasses.replace(Asked(HW), hw=dataclasses.replace(HW, nvme=HW.nvme[:1]))  # 3.84 TB
+    limit = system_limit(GPT, one, None)
+    assert limit.largest == "gpt3-175b" and "of nvme missing" in limit_text(limit)
+    none = dataclasses.replace(Asked(HW), hw=dataclasses.replace(HW, nvme=()))
+    for policy, needs_some in [("lohan", True), ("zero-infinity", True), ("gemini", True), ("zero-offload", False)]:
+        assert (system_limit(GPT, dataclasses.replace(none, policy=policy), None).largest is None) is needs_some
+
+
 def test_models_of_a_kind_by_size() -> None:
     sizes = [dims.parameters for dims in GPT]
     assert sizes == sorted(sizes) and {dims.name for dims in GPT} == {name for name in MODELS if name[:4] == "gpt3"}

@@ -52,6 +52,34 @@ def test_fused_attention_is_two_matmuls_forward_and_five_backward() -> None:
     assert costs["_scaled_dot_product_flash_attention_for_cpu_backward"].flops == 5 * matmul
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_experts_are_multiplied_once_forward_and_twice_backward(dtype: torch.dtype) -> None:
+    """PyTorch's op for bfloat16, and Hugging Face's for what that does not take; neither is in PyTorch's registry."""
+    pytest.importorskip("transformers.integrations.moe")
+    rows, width, experts, out = 24, 16, 3, 32
+
+    def step(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if dtype is torch.bfloat16:
+            y = torch._grouped_mm(x, weight, offs=ends)
+        else:
+            y = torch.ops.transformers.grouped_mm_fallback(x, weight, ends)
+        return torch.autograd.grad(y.float().sum(), (x, weight))
+
+    x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(experts, width, out, dtype=dtype, requires_grad=True)
+    gm = make_fx(step, tracing_mode="fake")(x, weight, torch.tensor([8, 8, 24], dtype=torch.int32))
+    annotate(gm)
+    assert sum(meta.cost(node).flops for node in calls(gm)) == 3 * 2 * rows * width * out
+
+
+def test_columns_of_experts_are_multiplied_once() -> None:
+    left, right = torch.randn(2, 16, 32, dtype=torch.bfloat16), torch.randn(32, 48, dtype=torch.bfloat16)
+    ends = torch.tensor([16, 48], dtype=torch.int32)
+    gm = make_fx(lambda a, b, offs: torch._grouped_mm(a, b, offs=offs), tracing_mode="fake")(left, right, ends)
+    annotate(gm)
+    assert sum(meta.cost(node).flops for node in calls(gm)) == 2 * 16 * 32 * 48
+
+
 def test_attention_flops_take_queries_and_keys_of_different_lengths_and_widths() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
