@@ -73,11 +73,16 @@ def test_a_drive_whose_size_is_not_known_is_as_large_as_what_it_holds() -> None:
         dataclasses.replace(DRIVE, drive_bytes=0)
 
 
-@pytest.mark.parametrize("wrong", ["1", None, True, [1]])
-@pytest.mark.parametrize(("record", "field"), _fields_with(float) + _fields_with(int))
+@pytest.mark.parametrize(
+    ("record", "field", "wrong"),
+    [
+        (record, field, wrong)
+        for record, field in _fields_with(float) + _fields_with(int)
+        for wrong in ("1", None, True, [1])
+        if (field, wrong) != ("drive_bytes", None)
+    ],
+)
 def test_a_number_is_a_number(record: Any, field: str, wrong: object) -> None:
-    if field == "drive_bytes" and wrong is None:
-        pytest.skip("not known")
     with pytest.raises(TypeError, match=rf"{field} is .*{type(wrong).__name__}.*: expected a (finite|whole) number"):
         replace(record, **{field: wrong})
 
