@@ -26,6 +26,7 @@ def _interrupts(found: Figures) -> str:
     return (
         f"{found['interrupts']} interrupts ({struck}): the slowest ended in {found['slowest_s']:.1f} s, "
         f"{found['locks_held']} kept their lock, {equal}"
+        + (f"; {found['aborted']} ended by PyTorch's abort" if found.get("aborted") else "")
     )
 
 

@@ -22,6 +22,7 @@ from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.expected_peak import added_bytes, transit_of
 from lohan_fx.held_gradient import HeldGradient
+from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
@@ -148,7 +149,8 @@ class CompiledModel:
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
-        gc.collect()
+        with interrupt_waits():
+            gc.collect()
         process_memory.return_free_memory()
 
     def _expect_peak(self) -> None:

@@ -76,10 +76,10 @@ def test_a_drive_whose_size_is_not_known_is_as_large_as_what_it_holds() -> None:
 @pytest.mark.parametrize(
     ("record", "field", "wrong"),
     [
-        (record, field, wrong)
-        for record, field in _fields_with(float) + _fields_with(int)
+        (*case.values, wrong)
+        for case in _fields_with(float) + _fields_with(int)
         for wrong in ("1", None, True, [1])
-        if (field, wrong) != ("drive_bytes", None)
+        if (case.values[1], wrong) != ("drive_bytes", None)
     ],
 )
 def test_a_number_is_a_number(record: Any, field: str, wrong: object) -> None:
