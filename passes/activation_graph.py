@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 import torch
+from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTInput, ForwardTokenAOTInput, GradAOTOutput
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta
@@ -120,6 +121,19 @@ def crossing_values(joint: GraphModule, num_outputs: int) -> list[Node]:
 def is_tangent(node: Node) -> bool:
     """Whether ``node`` is the gradient of an output, which autograd hands to the backward."""
     return node.op == "placeholder" and node.name.startswith("tangents")
+
+
+def inputs_with_gradients(joint: GraphModule, num_outputs: int) -> list[Node]:
+    """The inputs of ``joint`` in the order of what its backward returns for each: all but effect tokens, which AOTAutograd
+    puts first where an op has to keep its order (``torch.linalg.inv`` checks for errors), and which have no gradient."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    tokens = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+    primals = [n for n in placeholders if not is_tangent(n) and not isinstance(n.meta.get("desc"), tokens)]
+    descs = joint.graph.output_node().meta.get("desc") or ()
+    for node, desc in zip(primals, descs[num_outputs:], strict=False):
+        if isinstance(desc, GradAOTOutput) and desc.grad_of != node.meta.get("desc"):
+            raise AssertionError(f"AOTAutograd returns {desc} where the gradient of {node.name} was expected")
+    return primals
 
 
 def is_savable(node: Node) -> bool:

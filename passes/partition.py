@@ -21,7 +21,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
-from lohan_fx.passes.activation_graph import crossing_values, forward_nodes, is_tangent
+from lohan_fx.passes.activation_graph import crossing_values, forward_nodes, inputs_with_gradients, is_tangent
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of, positions
 from lohan_fx.plan import Plan, Recompute
@@ -56,7 +56,7 @@ def partition(
         parameters=parameters,
         gradients={
             i: parameters[n.name]
-            for i, n in enumerate(primals)
+            for i, n in enumerate(inputs_with_gradients(joint, num_outputs))
             if n.name in parameters and isinstance(outputs[num_outputs + i], Node)
         },
         activation_slots=activation_slots,

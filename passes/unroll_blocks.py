@@ -20,7 +20,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.node import map_arg
 
 from lohan_fx import meta
-from lohan_fx.passes.activation_graph import is_tangent
+from lohan_fx.passes.activation_graph import inputs_with_gradients, is_tangent
 from lohan_fx.passes.halves import ParameterInput, outputs_of
 
 LEAST_BLOCKS = 5
@@ -68,9 +68,9 @@ class _Blocks:
         self.block: dict[Node, int | None] = {}
         self.members: dict[int, list[Node]] = {number: [] for number in range(LEAST_BLOCKS)}
         self.place: dict[Node, int] = {}
-        self.primals = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        outputs = outputs_of(joint)
-        self.gradient = dict(zip(self.primals, outputs[num_outputs:], strict=True))
+        self.primals = inputs_with_gradients(joint, num_outputs)
+        outputs = outputs_of(joint)[num_outputs : num_outputs + len(self.primals)]
+        self.gradient = dict(zip(self.primals, outputs, strict=True))
         # Parameters first are named by who reads them, so the readers come first.
         for node in joint.graph.nodes:
             if node.op == "call_function":

@@ -127,6 +127,32 @@ def test_parts_whose_op_does_not_say_that_they_are_views(policy: str, hw: Hardwa
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
+class Inverting(nn.Module):
+    """An op that checks for errors, in order with others like it: its graph begins with a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(24, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x)
+        hidden = hidden @ torch.linalg.inv(hidden.T @ hidden + torch.eye(8))
+        return self.last(self.second(hidden)), hidden
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_graph_that_begins_with_a_token(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Inverting()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
+        torch.manual_seed(1)
+        assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 class Registers(nn.Module):
     """With none of the tokens that it could learn: a parameter without elements."""
 
