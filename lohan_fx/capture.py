@@ -41,6 +41,7 @@ class Linked(Protocol):
     @property
     def room(self) -> Room: ...
     def capture_begins(self) -> None: ...
+    def replaced_among(self, values: Sequence[object]) -> list[str]: ...
     def request(self) -> Request: ...
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
@@ -57,6 +58,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         model = reference()
         assert model is not None, "a model that is gone was called"
         model.capture_begins()
+        _refuse_replaced_parameters(model, example_inputs)
         found = shells_among(example_inputs)
         slots = range(0)
         compiled: dict[str, dict[str, Run]] = {}
@@ -139,6 +141,17 @@ def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[
     if len(named) != len(found):
         raise AssertionError(f"AOTAutograd kept {len(named)} of {len(found)} parameter inputs; cannot tell which")
     return named
+
+
+def _refuse_replaced_parameters(model: Linked, example_inputs: Sequence[object]) -> None:
+    """A parameter as it was before ``compile``, which the model has kept beside its registered name: nothing would train it."""
+    names = model.replaced_among(example_inputs)
+    if names:
+        raise CaptureError(
+            f"the model reads {', '.join(names)} from somewhere else than its registered place (a list, a tuple, an attribute of "
+            "another object), where it is still the parameter of before compile(), which would not be trained: read it by that "
+            "name, or hold it in a torch.nn.ParameterList"
+        )
 
 
 def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInput]) -> None:

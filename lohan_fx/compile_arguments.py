@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -58,6 +59,39 @@ def check_arguments(
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
     for name, parameter in parameters.items():
         _check_parameter(name, parameter)
+    _check_apart(parameters)
+    for name, module in model.named_modules():
+        _check_statistics(name, module, compute_dtype)
+
+
+def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters over the same memory would each get values of their own. Of those whose elements do not lie in one piece
+    only the first elements are compared: the others may lie between one another's."""
+    placed = []
+    for name, parameter in parameters.items():
+        if not parameter.is_meta and parameter.numel():
+            start = parameter.data_ptr()
+            spread = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+            placed.append((start, start + (parameter.nbytes if spread == parameter.numel() else 1), name))
+    for (_, end, first), (start, _, second) in itertools.pairwise(sorted(placed)):
+        if start < end:
+            raise ValueError(
+                f"parameters {first} and {second} share memory, and would not any more: make them one parameter (tie them by "
+                "assigning the parameter, not its data), or give one of them a copy"
+            )
+
+
+def _check_statistics(name: str, module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Kernels take the parameters and the running statistics of a normalisation in one dtype; buffers keep theirs."""
+    if not isinstance(module, nn.modules.batchnorm._NormBase) or not module.affine:
+        return
+    kept = module.running_mean
+    if kept is not None and kept.dtype is not compute_dtype:
+        raise ValueError(
+            f"{name or 'the model'} is a {type(module).__name__} whose running statistics are {kept.dtype}, while its "
+            f"parameters would be {compute_dtype}, and no kernel takes both: pass compute_dtype={kept.dtype}, or the model after "
+            f"model.to({compute_dtype})"
+        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

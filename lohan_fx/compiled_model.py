@@ -226,6 +226,15 @@ class CompiledModel:
         self.workspace.give_back()
         self._give_back()
 
+    def replaced_among(self, values: Sequence[object]) -> list[str]:
+        """The names of those parameters whose places shells have taken and that are among ``values``."""
+        alive = {
+            id(original.parameter()): slot
+            for slot, original in self._originals.items()
+            if original.parameter() is not None
+        }
+        return [self.engine.slots[alive[id(value)]].name for value in values if id(value) in alive]
+
     def request(self) -> Request:
         """What ``compile`` was asked for, the homes that the last plan gave to the parameters, whether gradients are held by
         now, and whether states may still be cut otherwise."""

@@ -2,7 +2,8 @@
 
 A rate measured on large matmuls says little about attention, about matmuls of few rows, or about a dtype that some
 kernels convert (docs/0012). So every op is run on tensors of its own shapes, strides and dtypes. Memory: one op at a
-time, which needs no more than the op itself will in training.
+time, which needs no more than the op itself will in training. The tensors' values are made up, so an op that looks at them may
+refuse (an integer division by 0): such an op has no seconds, and one that runs for its effect (an assertion) is not tried.
 
 Only where the profile was measured on this machine; for any other one the rates of the profile speak.
 """
@@ -13,6 +14,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lohan_fx import meta
 from lohan_fx.meta import Lane
-from lohan_fx.passes.annotate import at_hint
+from lohan_fx.passes.annotate import at_hint, runs_unread
 from lohan_fx.passes.assign_buffers import into, is_assignable
 
 FIRST_RUNS = 3
@@ -44,7 +46,7 @@ COLD_BYTES = 32 << 20
 
 Signature = tuple[Any, ...]
 
-_measured: dict[Signature, float] = {}
+_measured: dict[Signature, float | None] = {}
 
 
 def time_ops(gm: GraphModule, device: torch.device) -> None:
@@ -59,8 +61,9 @@ def time_ops(gm: GraphModule, device: torch.device) -> None:
             meta.set_cost(node, dataclasses.replace(meta.cost(node), measured_s=_measured[signature]))
 
 
-def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict[Signature, float]:
-    """The mean seconds of each op: of a few runs of all, and then of as many more as the graph's sum depends on."""
+def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict[Signature, float | None]:
+    """The mean seconds of each op: of a few runs of all, and then of as many more as the graph's sum depends on; None of an
+    op that cannot run on made-up values."""
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
 
     def runs_s(node: Node, runs: int) -> list[float]:
@@ -72,16 +75,18 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
                 break
         return found
 
-    # The very first run of an op warms it up.
-    found = {signature: runs_s(nodes[0], 1 + FIRST_RUNS)[1:] for signature, nodes in alike.items()}
-    adds_s = {signature: len(nodes) * statistics.fmean(found[signature]) for signature, nodes in alike.items()}
+    found: dict[Signature, list[float]] = {}
+    for signature, nodes in alike.items():
+        with suppress(Exception):  # whatever its kernel, or one of a package of the user's, raises for such values
+            found[signature] = runs_s(nodes[0], 1 + FIRST_RUNS)[1:]  # the very first run of an op warms it up
+    adds_s = {signature: len(alike[signature]) * statistics.fmean(seconds) for signature, seconds in found.items()}
     total_s = sum(adds_s.values())
     for _ in range(ROUNDS - 1):
-        for signature, nodes in alike.items():
-            if adds_s[signature] > NEGLIGIBLE * total_s and found[signature][-1] <= LONG_S:
-                runs = round(ROUND_S * len(nodes) / total_s)
-                found[signature] += runs_s(nodes[0], min(max(runs, 1), MOST_RUNS))
-    return {signature: _mean_s(seconds) for signature, seconds in found.items()}
+        for signature, seconds in found.items():
+            if adds_s[signature] > NEGLIGIBLE * total_s and seconds[-1] <= LONG_S:
+                runs = round(ROUND_S * len(alike[signature]) / total_s)
+                seconds += runs_s(alike[signature][0], min(max(runs, 1), MOST_RUNS))
+    return {signature: _mean_s(found[signature]) if signature in found else None for signature in alike}
 
 
 def forget() -> None:
@@ -94,6 +99,8 @@ def _is_timed(node: Node, device: torch.device) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     found = meta.cost(node)
+    if runs_unread(node) and not found.is_random:
+        return False
     return found.lane is Lane.COMPUTE and not (found.is_view and device.type == "cuda")
 
 

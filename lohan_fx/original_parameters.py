@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +15,12 @@ from lohan_fx.runtime.slots import ParameterSlot
 
 @dataclass
 class Original:
-    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``)."""
+    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``).
 
+    ``parameter``: itself, for as long as somebody else holds it.
+    """
+
+    parameter: weakref.ref[nn.Parameter]
     places: list[tuple[nn.Module, str]]
     dtype: torch.dtype
     bytes: int
@@ -31,7 +36,8 @@ def slots_of(
             if parameter is not None:
                 full = f"{prefix}.{name}" if prefix else name
                 nbytes = 0 if parameter.is_meta or in_file(parameter) else parameter.nbytes
-                entry = found.setdefault(id(parameter), (parameter, full, Original([], parameter.dtype, nbytes)))
+                original = Original(weakref.ref(parameter), [], parameter.dtype, nbytes)
+                entry = found.setdefault(id(parameter), (parameter, full, original))
                 entry[2].places.append((module, name))
     slots: dict[int, tuple[ParameterSlot, Original]] = {}
     for slot, (parameter, name, original) in zip(first(len(found)) if found else (), found.values(), strict=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import GraphModule
 
 from lohan_fx import cost, inductor
 from lohan_fx.cost import Work
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.op_times import time_ops
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, Pass
@@ -93,10 +94,31 @@ def compile_inference(
     if request.homes:
         plan = dataclasses.replace(plan, parameters=request.homes)
     halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]
-    _apply_passes(halves, plan, checked=True)
+    plan = _scheduled_to_fit(halves, plan, request)
     plan = dataclasses.replace(plan, prediction=predict_placed(halves, plan, request))
     halves.recompile()
     return halves, plan
+
+
+def _scheduled_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
+    """``plan``, applied to the one graph of ``halves``, with as much of its window for fetches as memory allows.
+
+    Raises ``InfeasiblePlan`` where the graph takes too much also with every parameter fetched as it is read.
+    """
+    _apply_passes(halves, plan, PASSES[:-1], checked=True)
+    most = plan.windows.fetch_bytes
+    for fetch_bytes in (most, most // 2, most // 4, most // 8, 0):
+        tried = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, fetch_bytes=fetch_bytes))
+        schedule(halves, tried)  # anew: starts go where this window lets them
+        try:
+            predict(halves, tried, request, what="a call of this model without gradients")
+        except InfeasiblePlan:
+            if not fetch_bytes:
+                raise
+        else:
+            break
+    verify(halves, tried, after=schedule.__name__)
+    return tried
 
 
 def _rewrites(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> Rewrites:
@@ -119,12 +141,12 @@ def _rewrite(
     halves = partition(joint, plan, num_outputs=num_outputs, parameters=parameters, activation_slots=slots)
     if checked:
         verify(halves, plan, after="partition")
-    _apply_passes(halves, plan, checked=checked)
+    _apply_passes(halves, plan, PASSES, checked=checked)
     return halves
 
 
-def _apply_passes(halves: Halves, plan: Plan, *, checked: bool) -> None:
-    for apply in PASSES:
+def _apply_passes(halves: Halves, plan: Plan, passes: Sequence[Pass], *, checked: bool) -> None:
+    for apply in passes:
         apply(halves, plan)
         if checked:
             verify(halves, plan, after=apply.__name__)

@@ -105,11 +105,14 @@ def layer_of_parameter(name: str) -> str:
 def homes_only(
     policy: str, compute_dtype: str, parameters: tuple[ParameterFacts, ...], budgets: Budgets, windows: Windows
 ) -> Plan:
-    """A plan without activations, for inference: all in memory if half of the promise holds it, else on NVMe."""
-    total = sum(p.bytes + (STATE_BYTES * p.numel if p.trainable else 0) for p in parameters)
-    fits = policy in ("lohan", "in-memory") and 2 * total + budgets.fixed_bytes < min(
-        budgets.host_memory_bytes, budgets.device_memory_bytes if budgets.shared else budgets.host_memory_bytes
-    )
+    """A plan without activations, for inference: all in memory if half of each promise holds it, else on NVMe."""
+    on_device = sum(p.bytes for p in parameters)
+    in_host = sum(STATE_BYTES * p.numel for p in parameters if p.trainable)
+    if budgets.shared:
+        on_device = in_host = on_device + in_host
+    fits_host = 2 * in_host + budgets.fixed_bytes < budgets.host_memory_bytes
+    fits_device = 2 * on_device + (budgets.fixed_bytes if budgets.shared else 0) < budgets.device_memory_bytes
+    fits = policy in ("lohan", "in-memory") and fits_host and fits_device
     home, states_home = (Tier.DEVICE, Tier.HOST) if fits else (Tier.NVME, Tier.NVME)
     nothing = ActivationGraph(nx.DiGraph(), {}, {}, {}, frozenset(), frozenset())
     problem = Problem(policy, compute_dtype, parameters, nothing, 0.0, 0.0, budgets, windows, lambda plan: 0)

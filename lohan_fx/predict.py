@@ -30,8 +30,9 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
     )
 
 
-def predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
-    """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they need more memory than ``plan`` was promised."""
+def predict(halves: Halves, plan: Plan, request: Request, *, what: str = "the plan given") -> Prediction:
+    """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they, or ``what`` a user calls them, need more memory
+    than ``plan`` was promised."""
     request = settled(request, plan.windows)
     work = traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
     device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
@@ -41,7 +42,7 @@ def predict(halves: Halves, plan: Plan, request: Request) -> Prediction:
     over = {"device": device - plan.device_memory_bytes, "host": host - plan.host_memory_bytes}
     short = [f"{tier}_memory is {nbytes:,} bytes short" for tier, nbytes in over.items() if nbytes > 0]
     if short:
-        raise InfeasiblePlan(f"the plan given needs more memory than was promised: {'; '.join(short)}")
+        raise InfeasiblePlan(f"{what} needs more memory than was promised: {'; '.join(short)}")
     more_read, more_written = padding_bytes(halves, plan)
     flops = [(n.name.startswith("recompute_"), n) for _, gm in halves.graphs() for n in gm.graph.nodes]
     return Prediction(

@@ -16,7 +16,8 @@ from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTInput, Fo
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta
-from lohan_fx.meta import Cost
+from lohan_fx.meta import Cost, Phase
+from lohan_fx.passes.annotate import runs_unread
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,13 @@ def closure(found: ActivationGraph, saved: Collection[str], *, reached: set[str]
 
 
 def forward_nodes(joint: GraphModule, num_outputs: int) -> dict[Node, None]:
-    """The ops that the forward outputs need, and all parts of what these return, in graph order.
+    """The ops that the forward outputs need, those of the forward that run unread, and all parts of what these return, in
+    graph order.
 
     What else there is belongs to the backward.
     """
-    wanted = _ancestors(n for n in _flat_outputs(joint)[:num_outputs] if isinstance(n, Node))
+    outputs = [n for n in _flat_outputs(joint)[:num_outputs] if isinstance(n, Node)]
+    wanted = _ancestors([*outputs, *unread_ops(joint, Phase.FORWARD)])
     for node in joint.graph.nodes:
         if node.op == "call_function" and node.target is operator.getitem and node.args[0] in wanted:
             wanted.add(node)
@@ -111,11 +114,17 @@ def forward_nodes(joint: GraphModule, num_outputs: int) -> dict[Node, None]:
 def crossing_values(joint: GraphModule, num_outputs: int) -> list[Node]:
     """Forward values and inputs that the backward reads, in graph order."""
     forward = forward_nodes(joint, num_outputs)
-    backward = _ancestors(n for n in _flat_outputs(joint)[num_outputs:] if isinstance(n, Node))
+    gradients = [n for n in _flat_outputs(joint)[num_outputs:] if isinstance(n, Node)]
+    backward = _ancestors([*gradients, *unread_ops(joint, Phase.BACKWARD)])
     inside = {n for n in backward if n not in forward and n.op != "placeholder"}
     read = {source for node in inside for source in node.all_input_nodes}
     read |= {n for n in _flat_outputs(joint)[num_outputs:] if isinstance(n, Node) and n in forward}
     return [n for n in joint.graph.nodes if n in read and n not in inside and not is_tangent(n)]
+
+
+def unread_ops(joint: GraphModule, phase: Phase) -> list[Node]:
+    """The ops of ``phase`` that run whether or not anything reads them."""
+    return [n for n in joint.graph.nodes if runs_unread(n) and meta.cost(n).phase is phase]
 
 
 def is_tangent(node: Node) -> bool:

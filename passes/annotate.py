@@ -203,6 +203,12 @@ def is_random(node: Node) -> bool:
     return True
 
 
+def runs_unread(node: Node) -> bool:
+    """Whether ``node`` must run, once, also if nothing reads what it makes: random ops, since the draws after it depend on
+    it, and those with an effect, such as ``aten._assert_async``."""
+    return node.op == "call_function" and (is_random(node) or node.is_impure(impure_random=False))
+
+
 def _is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
 

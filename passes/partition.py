@@ -2,7 +2,8 @@
 
 Requires: an annotated joint graph and its plan.
 Ensures: the forward also returns each value that the backward reads or that the plan saves, exactly once; views
-are not saved but taken again from what they view. Values planned ``Recompute`` still cross: ``insert_recompute``,
+are not saved but taken again from what they view. Random ops and those with effects run in the half that they were
+traced in, also where nothing there reads them. Values planned ``Recompute`` still cross: ``insert_recompute``,
 next, replaces them, and after it exactly what the plan keeps or swaps crosses, beside inputs and outputs.
 
     joint(primals, tangents) -> (outputs, gradients)
@@ -21,7 +22,13 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from lohan_fx import meta
 from lohan_fx.meta import Phase
-from lohan_fx.passes.activation_graph import crossing_values, forward_nodes, inputs_with_gradients, is_tangent
+from lohan_fx.passes.activation_graph import (
+    crossing_values,
+    forward_nodes,
+    inputs_with_gradients,
+    is_tangent,
+    unread_ops,
+)
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, outputs_of, positions
 from lohan_fx.plan import Plan, Recompute
@@ -47,8 +54,12 @@ def partition(
     outputs = outputs_of(joint)
     descs = list(joint.graph.output_node().meta.get("desc") or [None] * len(outputs))
     saved_descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(sizes))]
-    forward_gm = _extract(joint, primals, [*outputs[:num_outputs], *saved, *sizes], descs[:num_outputs] + saved_descs)
-    backward_gm = _extract(joint, [*sizes, *saved, *tangents], outputs[num_outputs:], descs[num_outputs:])
+    forward_gm = _extract(
+        joint, primals, [*outputs[:num_outputs], *saved, *sizes], descs[:num_outputs] + saved_descs, Phase.FORWARD
+    )
+    backward_gm = _extract(
+        joint, [*sizes, *saved, *tangents], outputs[num_outputs:], descs[num_outputs:], Phase.BACKWARD
+    )
     return Halves(
         forward=forward_gm,
         backward=backward_gm,
@@ -98,8 +109,11 @@ def _crossing(joint: GraphModule, plan: Plan, forward: dict[Node, None], num_out
     return sorted(crossing, key=lambda n: order[n])
 
 
-def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], descs: list[object]) -> GraphModule:
-    """The part of ``joint`` that computes ``outputs`` from ``inputs``, in the joint graph's order.
+def _extract(
+    joint: GraphModule, inputs: list[Node], outputs: list[object], descs: list[object], phase: Phase
+) -> GraphModule:
+    """The part of ``joint`` that computes ``outputs`` from ``inputs``, and what of ``phase`` runs unread, in the joint
+    graph's order.
 
     Except that a forward view is taken right before its first use: at the top of the backward it would ask for its
     storage long before it is needed.
@@ -120,7 +134,7 @@ def _extract(joint: GraphModule, inputs: list[Node], outputs: list[object], desc
             copies[node].meta = dict(node.meta)
         return copies[node]
 
-    wanted = _ancestors_until(outputs, set(inputs))
+    wanted = _ancestors_until([*outputs, *unread_ops(joint, phase)], set(inputs))
     for node in joint.graph.nodes:
         cost = meta.cost(node)
         if node in wanted and not (cost.is_view and cost.phase is Phase.FORWARD):

@@ -31,6 +31,7 @@ from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
 from lohan_fx.errors import VerifyError
+from lohan_fx.passes.annotate import is_random
 from lohan_fx.passes.halves import Halves, last_user, outputs_of, positions
 from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.plan import Plan, Recompute, Swap, Tier
@@ -119,9 +120,9 @@ def _value_name(node: Node) -> str:
 def _never_replays(halves: Halves, plan: Plan, after: str) -> None:
     if halves.backward is None:
         return
-    drawn = {n.name for n in halves.forward.graph.nodes if n.op == "call_function" and meta.cost(n).is_random}
+    drawn = {n.name for n in halves.forward.graph.nodes if n.op == "call_function" and is_random(n)}
     for node in halves.backward.graph.nodes:
-        if node.op == "call_function" and _value_name(node) in drawn:
+        if node.op == "call_function" and is_random(node) and _value_name(node) in drawn:
             _fail(halves.backward, node, after, "draws the random numbers of the forward again; save its outputs")
 
 

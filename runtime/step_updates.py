@@ -64,7 +64,7 @@ class StepUpdates:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward. Raises ``StepError`` where its gradients could not be applied to this step."""
-        if self.options is None:
+        if self.options is None and any(slot.trainable for slot in self._slots.values()):
             raise StepError(
                 "backward was called before there is an optimizer for the offloaded parameters: create "
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import os
@@ -301,6 +302,7 @@ class Odd(Tiny):
         super().__init__()
         self.what = what
         self.embedding = nn.Embedding(4, WIDTH, sparse=True)
+        self.kept = [self.layers[1].weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.what(self, self.layers[0](x))
@@ -363,14 +365,69 @@ def looks_up(model: Odd, x: torch.Tensor) -> torch.Tensor:
     return x + model.embedding(torch.zeros(1, dtype=torch.int64))
 
 
+def reads_another_reference(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    (weight,) = model.kept
+    return x @ weight
+
+
 def selects(model: Odd, x: torch.Tensor) -> torch.Tensor:
     return x + x[x > 0].sum()
+
+
+def test_statistics_of_another_dtype_than_their_parameters(nvme: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    half = torch.bfloat16
+    refused(build(), ValueError, "1 is a BatchNorm1d", "float32", "to(torch.bfloat16)", compute_dtype=half, nvme=nvme)
+    for model, dtype in ((build(), torch.float32), (build().to(half), half)):
+        expected = copy.deepcopy(model)
+        with lohan_fx.releasing(streamed(model, nvme, compute_dtype=dtype)):
+            assert torch.equal(model(batch().to(dtype)), expected(batch().to(dtype)))
+            assert torch.equal(model[1].running_mean, expected[1].running_mean)
+
+
+def the_same_data() -> nn.Module:
+    model = Tiny()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data)
+    return model
+
+
+def a_transposed_view() -> nn.Module:
+    model = Tiny()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data.t())
+    return model
+
+
+def a_part() -> nn.Module:
+    model = Tiny()
+    model.layers[1].bias = nn.Parameter(model.layers[0].weight.data[1])
+    return model
+
+
+@pytest.mark.parametrize("build", [the_same_data, a_transposed_view, a_part])
+def test_parameters_over_the_same_memory(build: Callable[[], nn.Module], nvme: Path) -> None:
+    refused(build(), ValueError, "layers.0.weight", "layers.1.", "share memory", nvme=nvme)
+
+
+def test_parameters_that_lie_beside_one_another_in_one_storage(nvme: Path) -> None:
+    model = Tiny()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.data = part.view(parameter.shape)
+    columns = torch.randn(WIDTH, 2 * WIDTH)
+    model.layers[0].weight.data, model.layers[1].weight.data = columns.split(WIDTH, dim=1)
+    expected = Plain(model).model(batch()).item()
+    with lohan_fx.releasing(streamed(model, nvme)), torch.no_grad():
+        assert model(batch()).item() == expected
 
 
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
         (edits_itself, "edits its parameter layers.1.weight in place"),
+        (reads_another_reference, "reads layers.1.weight from somewhere else than its registered place"),
         (looks_up, "gradient of embedding.weight is torch.sparse_coo.*sparse=False"),
         (selects, "depends on values and not on input shapes.*torch.where"),
     ],

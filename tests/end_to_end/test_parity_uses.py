@@ -140,16 +140,62 @@ class Inverting(nn.Module):
         return self.last(self.second(hidden)), hidden
 
 
+class NoisyGradient(torch.autograd.Function):
+    """The identity; its gradient is scaled by numbers that the forward draws and does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.rand_like(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (noise,) = ctx.saved_tensors
+        return gradient * noise
+
+
+class Checked(nn.Module):
+    """Ops that run whether or not the forward reads what they make: an assertion, and draws for the backward before those of
+    dropout; and an integer division, which not all values allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._assert_async(x.isfinite().all(), "the input is not finite")
+        shares = 7 // (1 + (x[:, :1] > 0).long())
+        hidden = F.dropout(NoisyGradient.apply(self.first(x)), 0.2) * shares
+        return self.last(hidden), hidden
+
+
+@pytest.mark.parametrize("kind", [Inverting, Checked])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_graph_that_begins_with_a_token(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+def test_ops_with_effects(policy: str, kind: type[nn.Module], hw: HardwareProfile, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    expected = Inverting()
+    expected = kind()
     model = copy.deepcopy(expected)
     torch.manual_seed(1)
     wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
     with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
         torch.manual_seed(1)
         assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_a_failed_assertion_of_the_model_is_raised_and_training_goes_on(hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Checked()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        torch.manual_seed(1)
+        losses = losses_outside(model, optimizer, steps=2)
+        with pytest.raises(RuntimeError, match="the input is not finite"):
+            model(torch.full((4, 24), torch.inf))
+        assert losses + losses_outside(model, optimizer, steps=1) == wanted
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
@@ -177,6 +223,24 @@ def test_a_parameter_without_elements(hw: HardwareProfile, tmp_path: Path) -> No
         assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
         assert lohan_fx.simulate(model).step_s > 0
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_gradients_of_the_inputs_of_a_frozen_model_need_no_optimizer(hw: HardwareProfile, tmp_path: Path) -> None:
+    def use(model: nn.Module) -> list[float]:
+        found = []
+        for _ in range(3):
+            x = torch.randn(4, 24, requires_grad=True)
+            model(x)[0].square().mean().backward()
+            assert x.grad is not None
+            found += x.grad.flatten().tolist()
+        return found
+
+    expected, model = _build().requires_grad_(False), _build().requires_grad_(False)
+    torch.manual_seed(1)
+    wanted = use(expected)
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        torch.manual_seed(1)
+        assert use(model) == wanted
 
 
 def test_two_backwards_through_one_graph_are_exact_if_it_is_kept(hw: HardwareProfile, tmp_path: Path) -> None:

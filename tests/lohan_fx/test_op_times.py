@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from lohan_fx import meta, op_times
 from lohan_fx.meta import Lane
 from lohan_fx.op_times import signature_of, time_ops
+from lohan_fx.passes.annotate import annotate
 from tests.passes.graphs import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -94,3 +95,20 @@ def test_a_strided_input_is_another_op() -> None:
     x.meta["val"], y.meta["val"] = torch.empty(4, 6), torch.empty(6, 4).t()
     square = [graph.call_function(torch.ops.aten.mul.Tensor, (each, each)) for each in (x, y, x)]
     assert signature_of(square[0]) == signature_of(square[2]) != signature_of(square[1])
+
+
+def test_an_op_that_refuses_made_up_values_has_no_seconds_and_an_assertion_is_not_tried() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(4, dtype=torch.int64)
+    sevenths = graph.call_function(torch.ops.aten.floor_divide.default, (x, x))
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    checked = graph.call_function(torch.ops.aten._assert_async.msg, (x, "positive"))
+    for node, value in ((sevenths, x.meta["val"]), (doubled, x.meta["val"]), (checked, None)):
+        node.meta["val"] = value
+    graph.output((sevenths, doubled))
+    gm = GraphModule({}, graph)
+    annotate(gm)
+    time_ops(gm, CPU)
+    seconds = {n.name: meta.cost(n).measured_s for n in (sevenths, doubled, checked)}
+    assert [s is None for s in seconds.values()] == [True, False, True], seconds

@@ -19,11 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan_fx import meta, ops, pipeline
+from lohan_fx import meta, ops, pipeline, problem
 from lohan_fx.budgets import MIB, choose_windows, make_budgets
 from lohan_fx.buffered import boxed, linked
 from lohan_fx.errors import InfeasiblePlan, VerifyError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.halves import Halves, ParameterInput
 from lohan_fx.passes.liveness import device_peaks
@@ -249,29 +250,68 @@ def captured_inference(model: nn.Module, *inputs: torch.Tensor) -> tuple[GraphMo
     return found[0]
 
 
-@pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])
-def test_inference_streams_parameters_and_computes_what_the_model_does(policy: str) -> None:
-    found = captured("transformer")
+def evaluation(found: Captured) -> tuple[GraphModule, Captured]:
+    """The graph of a call of ``found``'s model without gradients, and its inputs and parameters as that graph names them."""
     gm, examples = captured_inference(found.model, *found.inputs)
     names = {id(p): name for name, p in found.model.named_parameters()}
     slots = {p.name: p.slot for p in found.parameters.values()}
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = dict(zip((n.name for n in gm.graph.find_nodes(op="placeholder")), examples, strict=True))
     parameters = {
-        node.name: ParameterInput(slots[names[id(value)]], names[id(value)], trainable=True)
-        for node, value in zip(placeholders, examples, strict=True)
+        name: ParameterInput(slots[names[id(value)]], names[id(value)], trainable=True)
+        for name, value in values.items()
         if id(value) in names
     }
-    halves, plan = compile_inference(gm, request(found, policy=policy), parameters=parameters)
-    assert halves.backward is None and plan.activations == ()
-    assert len(nodes(halves.forward, ops.FETCH)) == len(parameters)
-    assert plan.prediction is not None and plan.prediction.backward.lanes_s["d2h"] == 0
-    inference = replace(
-        found, values={n.name: v for n, v in zip(placeholders, examples, strict=True)}, parameters=parameters
-    )
-    runtime = FakeRuntime(found.parameter_values())
-    with bound(halves, runtime), torch.no_grad():
+    return gm, replace(found, values=values, parameters=parameters)
+
+
+def assert_evaluates(halves: Halves, inference: Captured) -> None:
+    with bound(halves, FakeRuntime(inference.parameter_values())), torch.no_grad():
         outputs = boxed(halves.forward)(forward_inputs(inference, shells=True))
-        assert torch.equal(outputs[0], found.model(*found.inputs))  # type: ignore[index]
+        assert torch.equal(outputs[0], inference.model(*inference.inputs))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])
+def test_inference_streams_parameters_and_computes_what_the_model_does(policy: str) -> None:
+    found = captured("transformer")
+    gm, inference = evaluation(found)
+    halves, plan = compile_inference(gm, request(found, policy=policy), parameters=inference.parameters)
+    assert halves.backward is None and plan.activations == ()
+    assert len(nodes(halves.forward, ops.FETCH)) == len(inference.parameters)
+    assert plan.prediction is not None and plan.prediction.backward.lanes_s["d2h"] == 0
+    assert_evaluates(halves, inference)
+
+
+def test_inference_fetches_less_far_ahead_where_memory_is_short_and_is_refused_where_it_is_too_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 0)
+    found = captured("transformer")
+
+    def compiled_within(device_bytes: int) -> tuple[Halves, Plan, Captured]:
+        gm, inference = evaluation(found)
+        asked = request(found, policy="swap-nvme")
+        asked = replace(
+            asked,
+            windows=replace(asked.windows, fetch_bytes=GIB),
+            budgets=replace(asked.budgets, device_memory_bytes=device_bytes),
+        )
+        return *compile_inference(gm, asked, parameters=inference.parameters), inference
+
+    halves, ample, _ = compiled_within(GIB)
+    most = device_peaks(halves, ample)["forward"].bytes + resident_bytes(ample)[0]
+    halves, plan, inference = compiled_within(most - 1)
+    assert plan.windows.fetch_bytes < ample.windows.fetch_bytes
+    assert_evaluates(halves, inference)
+    message = r"a call of this model without gradients needs .* device_memory is [\d,]+ bytes short"
+    with pytest.raises(InfeasiblePlan, match=message) as refusal:
+        compiled_within(most // 8)
+    (short,) = re.findall(r"([\d,]+) bytes short", str(refusal.value))
+    least = most // 8 + int(short.replace(",", ""))
+    halves, plan, inference = compiled_within(least)
+    assert plan.windows.fetch_bytes == 0
+    assert_evaluates(halves, inference)
+    with pytest.raises(InfeasiblePlan, match="device_memory is 1 bytes short"):
+        compiled_within(least - 1)
 
 
 # --- boxed ----------------------------------------------------------------------------------------------------

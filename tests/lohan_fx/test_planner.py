@@ -465,6 +465,14 @@ def test_inference_stays_in_memory_where_half_of_the_promise_holds_the_model() -
     assert plan.activations == ()
 
 
+def test_inference_beside_a_gpu_stays_in_its_memory_where_half_of_it_holds_the_parameters() -> None:
+    on_device = sum(p.bytes for p in facts())
+    for device_bytes, home in ((2 * on_device + 1, Tier.DEVICE), (2 * on_device, Tier.NVME)):
+        ample = Budgets(10_000 * MIB, device_bytes, FIXED, shared=False)
+        plan = homes_only("lohan", "bfloat16", facts(), ample, WINDOWS)
+        assert {p.home for p in plan.parameters if p.numel > 1 << 15} == {home}
+
+
 def test_inference_of_a_policy_that_streams_streams() -> None:
     plan = homes_only("swap-nvme", "bfloat16", facts(), budgets(10_000 * MIB), WINDOWS)
     assert {p.home for p in plan.parameters if p.numel > 1 << 15} == {Tier.NVME}
