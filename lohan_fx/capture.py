@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from lohan_fx.passes.touched_values import outliving_bytes
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
+from lohan_fx.reached import Sources, noting_undefined, sources_of
 from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.runtime.workspace import Room, Workspace
@@ -47,7 +48,7 @@ class Linked(Protocol):
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
     ) -> None: ...
     def forward(self, rises: Rises, *, training: bool) -> AbstractContextManager[None]: ...
-    def backward(self, rises: Rises) -> AbstractContextManager[None]: ...
+    def backward(self, rises: Rises, sources: Sources) -> AbstractContextManager[None]: ...
 
 
 def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
@@ -64,6 +65,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         compiled: dict[str, dict[str, Run]] = {}
         coming: dict[str, Rises] = {}
         assigned: dict[str, Assignment] = {}
+        sources: dict[int, Collection[int]] = {}
         workspace, room = model.workspace, model.room
 
         def training(
@@ -88,6 +90,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             compiled.update(halves.compiled)
             assigned.update(halves.assigned)
+            sources.update(sources_of(halves))
             room.reserve(outliving_bytes(halves, plan))
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
@@ -104,12 +107,13 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             graph = replace_segments(graph, compiled.get(half, {}))
             return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around)
 
-        return aot_autograd(
+        graph = aot_autograd(
             fw_compiler=lambda graph, _: run(graph, "forward", lambda: model.forward(coming["forward"], training=True)),
-            bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"])),
+            bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"], sources)),
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)
+        return noting_undefined(graph, sources)
 
     return backend
 

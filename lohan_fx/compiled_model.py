@@ -29,6 +29,7 @@ from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import Plan
 from lohan_fx.process_memory import ProcessMemory
+from lohan_fx.reached import Sources, reached
 from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
@@ -43,6 +44,12 @@ ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
+
+
+def _dynamo_settings() -> dict[str, Any]:
+    """What our captures are made with; without guards on hooks, a module's first one would not run where it is registered after
+    the model was captured."""
+    return {"recompile_limit": RECOMPILE_LIMIT, "skip_nnmodule_hook_guards": False}
 
 
 class Prepared(Exception):
@@ -144,7 +151,7 @@ class CompiledModel:
         if training not in self._captures:
             self._captures.add(training)
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), capturing(), capture_errors():
+        with torch._dynamo.config.patch(_dynamo_settings()), capturing(), capture_errors():
             return self._call[training](*args, **kwargs)
 
     def _tidy_up(self) -> None:
@@ -308,8 +315,8 @@ class CompiledModel:
             yield
 
     @contextmanager
-    def backward(self, rises: Rises) -> Iterator[None]:
-        with self._in_stage("backward", rises), self.engine.backward():
+    def backward(self, rises: Rises, sources: Sources) -> Iterator[None]:
+        with self._in_stage("backward", rises), self.engine.backward(reached(sources)):
             yield
 
     @contextmanager
@@ -338,6 +345,9 @@ class CompiledModel:
         if not self.engine.updates.waits(shell.slot):
             return None
         return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.updates.settled_gradients)
+
+    def drop_gradient(self, slot: int) -> None:
+        self.engine.updates.drop_one(slot)
 
     def drops_gradients(self, slot: int) -> bool:
         """Whether there is an optimizer, and it was not given this parameter."""

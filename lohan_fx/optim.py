@@ -8,6 +8,7 @@ The arithmetic is torch's own: with the same ``fused`` the bits are those of ``t
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -124,7 +125,7 @@ class Adam(torch.optim.Optimizer):
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            decoupled=self._decoupled,
+            decoupled=self._decoupled or bool(group["decoupled_weight_decay"]),
             maximize=bool(group["maximize"]),
             fused=bool(group["fused"]),
         )
@@ -179,7 +180,7 @@ class Adam(torch.optim.Optimizer):
             if updates:
                 exp_avg, exp_avg_sq = self._engine.states.read_moments(slot)
                 self.state[shell] = {
-                    "step": torch.tensor(float(updates)), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq
+                    "step": torch.tensor(float(updates), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq
                 }  # fmt: skip
         try:
             return super().state_dict()
@@ -187,7 +188,8 @@ class Adam(torch.optim.Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's: writes steps and moments to the store. Parameters without an entry get zero moments."""
+        """As torch's: writes steps and moments to the store. Parameters without an entry get zero moments; the entry of one that
+        was frozen when the model was compiled is left out, with a warning."""
         assert self._engine is not None
         self._engine.before_writing()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -197,8 +199,15 @@ class Adam(torch.optim.Optimizer):
         for index, shell in zip(saved, shells, strict=False):  # if they differ in number, torch says so below
             _check_entry(state_dict["state"].get(index), shell)
         super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            for name, value in self.defaults.items():  # as torch's, of what older versions did not save
+                group.setdefault(name, value)
+        left_out = []
         for index, shell in zip(saved, shells, strict=True):
             entry = state_dict["state"].get(index)
+            if not self._engine.slots[shell.slot].trainable:
+                left_out += [shell.parameter_name] if entry is not None else []
+                continue
             resident = self._engine.residency[shell.slot]
             if entry is not None:
                 self._engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
@@ -208,6 +217,12 @@ class Adam(torch.optim.Optimizer):
                 self._engine.states.write_moments(shell.slot, zeros, zeros)
                 resident.updates = 0
         self._engine.restored(OPTIMIZER_STATES)
+        if left_out:
+            warnings.warn(
+                f"the saved moments of {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''} are left out: frozen when "
+                "the model was compiled, these have no optimizer states",
+                stacklevel=2,
+            )
 
 
 class AdamW(Adam):

@@ -31,6 +31,8 @@ REVISION_GAIN = 0.05
 NEGLIGIBLE = 0.02
 """A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
 MOST_CORRECTION = 20.0
+MOST_STEPS = 1000
+"""The first, which is warm-up, and the last ones are kept."""
 
 Rates = TypeVar("Rates", NvmeProfile, RequestRate)
 
@@ -57,6 +59,8 @@ class SelfCheck:
 
     def begins(self, stage: str) -> None:
         """``stage`` begins, or the step ends. Micro-batches are not checked: their stages have no prediction of their own."""
+        if stage != END and len(self._marks) > len(STAGES):
+            return  # more than one micro-batch, or forwards without a step
         self._marks.append((stage, time.perf_counter(), self._timeline.snapshot()))
         if stage != END:
             return
@@ -68,6 +72,7 @@ class SelfCheck:
             lanes_s[name] = dict(after.since(before).wall_s)
             stages_s[name] = end_s - begin_s
         self.steps.append(StepCheck(lanes_s, stages_s))
+        del self.steps[WARM_UP_STEPS : 1 - MOST_STEPS]
 
     def forget(self) -> None:
         """Begin anew, after a revision or a failure."""

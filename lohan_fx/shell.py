@@ -18,6 +18,7 @@ from typing import Any, Never, Protocol
 import torch
 
 from lohan_fx.errors import OffloadedParameterError
+from lohan_fx.held_gradient import HeldGradient
 
 
 class ShellOwner(Protocol):
@@ -27,6 +28,7 @@ class ShellOwner(Protocol):
     def write_parameter(self, slot: int, value: torch.Tensor) -> None: ...
     def has_states(self, slot: int) -> bool: ...
     def gradient(self, shell: Shell) -> torch.Tensor | None: ...
+    def drop_gradient(self, slot: int) -> None: ...
     def drops_gradients(self, slot: int) -> bool: ...
 
 
@@ -53,6 +55,8 @@ _METADATA = frozenset(
 ) | frozenset(
     getattr(owner, name) for owner in (torch.Tensor, torch) for name in _METHODS.split() if hasattr(owner, name)
 )
+_ALLOWED = _METADATA | {torch.autograd.backward}
+"""A backward may name parameters as its inputs."""
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
@@ -79,7 +83,7 @@ class Shell(torch.nn.Parameter):
         # Dynamo reads this function too, and must not meet what it cannot trace; hence the order.
         if torch.compiler.is_compiling() and not _capturing:
             torch._dynamo.graph_break("a model compiled by lohan_fx runs in its own graph")
-        if _tracing() or func in _METADATA or getattr(func, "namespace", "") == "lohan":
+        if _tracing() or func in _ALLOWED or getattr(func, "namespace", "") == "lohan":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _outside(func, args, kwargs)
@@ -92,7 +96,12 @@ class Shell(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
+        if isinstance(value, HeldGradient) and value.slot == self.slot:
+            return  # the end of ``parameter.grad *= 0.5``
+        if value is None:
+            if (owner := getattr(self, "owner", None)) is not None:
+                owner.drop_gradient(self.slot)
+        else:
             raise OffloadedParameterError(
                 f"the gradient of {self.parameter_name} cannot be set: it lives with the optimizer, not in memory"
             )

@@ -59,7 +59,7 @@ def update(
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(steps_done + 1))],
+            [torch.tensor(float(steps_done + 1), dtype=torch.float32)],
             lr=options.lr,
             beta1=options.beta1,
             beta2=options.beta2,

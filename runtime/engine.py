@@ -170,9 +170,9 @@ class Engine:
             self.micro_batches.forward_opens()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward graph."""
-        with self.updates.backward():
+    def backward(self, reached: Collection[int]) -> Iterator[None]:
+        """Around a backward graph, which gives the slots ``reached`` a gradient."""
+        with self.updates.backward(reached):
             self.on_stage("backward")
             self.updates.settle_held()
             # Now, because after the first update a failed activation would leave the step half done.

@@ -157,9 +157,13 @@ class HeldGradients:
 
     def forget(self) -> None:
         """What was held is applied, on its way to be, or dropped."""
-        for resident in self._residency.values():
-            resident.held = None
-            resident.contributions = 0
+        for slot in self._residency:
+            self.forget_one(slot)
+
+    def forget_one(self, slot: int) -> None:
+        """As ``forget``, of one parameter."""
+        self._residency[slot].held = None
+        self._residency[slot].contributions = 0
 
     # --- what -------------------------------------------------------------------------------------------------
 

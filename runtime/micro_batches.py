@@ -110,7 +110,8 @@ class MicroBatches:
         if self._applied and not self._torn:
             raise StepError(
                 "zero_grad() was called between backward and optimizer.step(), but the update already ran inside the "
-                "backward and cannot be taken back: call optimizer.step() first"
+                "backward and cannot be taken back: call optimizer.step() first, or compile with hold_gradients=True where "
+                "gradients are to be dropped"
             )
         if not self._torn:
             self._forget_step()

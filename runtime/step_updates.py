@@ -43,6 +43,7 @@ class StepUpdates:
         self.applied_with: dict[int, AdamOptions] = {}
         self.holds = False
         self._fetched: dict[int, None] = {}
+        self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
         self._optimizer: OutOfCoreOptimizer | None = None
         self._in_place = False
@@ -62,19 +63,23 @@ class StepUpdates:
         self._fetched.setdefault(slot)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward. Raises ``StepError`` where its gradients could not be applied to this step."""
-        if self.options is None and any(slot.trainable for slot in self._slots.values()):
+    def backward(self, reached: Collection[int]) -> Iterator[None]:
+        """Around a backward that gives the slots ``reached`` a gradient: one that gives none is no part of the step.
+
+        Raises ``StepError`` where its gradients could not be applied to this step.
+        """
+        if reached and self.options is None:
             raise StepError(
                 "backward was called before there is an optimizer for the offloaded parameters: create "
                 "lohan_fx.AdamW(model.parameters(), ...) first; an optimizer of torch.optim cannot update them"
             )
-        if self._gradients.scaled():
+        if reached and self._gradients.scaled():
             raise StepError(
                 "backward was called after the gradients of this step were clipped or unscaled: clip after the last backward, "
                 "and call optimizer.step(), or zero_grad() where a step is skipped, before the next one"
             )
         self._applying = self._micro_batches.backward_begins()
+        self._reached = frozenset(reached)
         try:
             yield
         except BaseException as error:
@@ -84,7 +89,8 @@ class StepUpdates:
         finally:
             self._applying = False
             self._micro_batches.forward_closes()
-        self._micro_batches.backward_ends()
+        if reached:
+            self._micro_batches.backward_ends()
 
     def settle_held(self) -> None:
         """Before a backward: what is held may be on its way to NVMe, and this one's gradients are added to it."""
@@ -93,6 +99,8 @@ class StepUpdates:
 
     def take(self, slot: int, gradient: torch.Tensor) -> None:
         """The gradient of ``slot`` is there."""
+        if slot not in self._reached:
+            return
         assert self.options is not None
         options = self.options(slot)
         if options is None:
@@ -143,6 +151,20 @@ class StepUpdates:
             self.settle()
         if not self._micro_batches.torn:
             self.forget()
+
+    def drop_one(self, slot: int) -> None:
+        """Forget the gradient of ``slot`` alone, as if this step's backwards had not reached it. Raises ``StepError`` where it
+        has been applied already."""
+        if self._micro_batches.torn:
+            return
+        if slot in self.applied_with:
+            self._micro_batches.gradients_dropped()
+        if not self._gradients.holds(slot):
+            return
+        self._ready().barrier()
+        self._gradients.forget_one(slot)
+        if not any(map(self._gradients.holds, self._slots)) and not self.applied_with:
+            self.drop()
 
     # --- ``step``, and after it -------------------------------------------------------------------------------
 

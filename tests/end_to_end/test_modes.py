@@ -96,6 +96,27 @@ def test_training_after_a_first_call_in_inference_mode(dtype: torch.dtype, strea
         assert run(model, adamw(model)) == wanted
 
 
+def test_hooks_that_come_after_the_capture_run(streamed: Any) -> None:
+    def run(model: Any) -> list[float]:
+        optimizer, found = adamw(model), []
+        torch.manual_seed(1)
+        for layer in (model.up, model.norm, model.down):
+            with torch.no_grad():
+                found.append(model(**vectors()).loss.item())
+                hook = layer.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+                found.append(model(**vectors()).loss.item())
+            found += train(model, optimizer, PERCEPTRON, 1, seed=None)
+            hook.remove()
+            found += train(model, optimizer, PERCEPTRON, 1, seed=None)
+        return found
+
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    wanted = run(expected)
+    with streamed(model):
+        assert run(model) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
     expected, model = LLAMA.build().eval(), LLAMA.build().eval()
     prompt = torch.tensor([[5, 17, 3]])

@@ -244,6 +244,74 @@ def test_a_state_of_another_kind_changes_nothing(models: tuple[nn.Module, nn.Mod
     assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
 
 
+def test_groups_of_older_versions_get_what_they_lack(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.02, foreach=False)
+    train(plain, reference, range(2))
+    old = reference.state_dict()
+    old["param_groups"] = [
+        {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        for group in old["param_groups"]
+    ]
+    reference.load_state_dict(copy.deepcopy(old))
+    model.load_state_dict(plain.state_dict())
+    optimizer = AdamW(model.parameters())
+    optimizer.load_state_dict(old)
+    assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+    same_weights(model, plain)
+
+
+def test_how_weights_decay_is_loaded_with_the_rest(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    source = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.3, foreach=False)
+    train(plain, source, range(2))
+    reference = torch.optim.Adam(plain.parameters(), foreach=False)
+    reference.load_state_dict(source.state_dict())
+    model.load_state_dict(plain.state_dict())
+    optimizer = Adam(model.parameters())
+    optimizer.load_state_dict(source.state_dict())
+    assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+    same_weights(model, plain)
+
+
+def test_the_state_of_a_parameter_that_is_frozen_by_now_is_left_out(tmp_path: Path) -> None:
+    plain: Any = Tiny()
+    source = torch.optim.AdamW(plain.parameters(), lr=0.02, foreach=False)
+    train(plain, source, range(2))
+    model: Any = copy.deepcopy(plain)
+    model.zero_grad()
+    for one in (plain, model):
+        one.layers[1].requires_grad_(False)
+    reference = torch.optim.AdamW(plain.parameters(), foreach=False)
+    reference.load_state_dict(source.state_dict())
+    lohan_fx.compile(model, profile(), nvme=tmp_path, host_memory="2GiB", compute_dtype=torch.float32, policy="keep")
+    with lohan_fx.releasing(model):
+        optimizer = AdamW(model.parameters())
+        with pytest.warns(UserWarning, match=r"moments of layers\.1\.weight, layers\.1\.bias are left out: frozen"):
+            optimizer.load_state_dict(source.state_dict())
+        assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+    same_weights(model, plain)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_are_counted_exactly_whatever_the_default_dtype(fused: bool, models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=fused, foreach=False)
+    inputs = [batch(seed) for seed in range(260)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for one, its in ((model, optimizer), (plain, reference)):
+            for x in inputs:  # 8 bits of step 257 are those of 256
+                its.zero_grad()
+                one(x).backward()
+                its.step()
+        assert {entry["step"].item() for entry in optimizer.state_dict()["state"].values()} == {260.0}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same_weights(model, plain)
+
+
 # --- arguments ------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lohan_fx import self_check
 from lohan_fx.hardware import HardwareProfile, RequestRate
 from lohan_fx.plan import Prediction, Stage
 from lohan_fx.runtime.timeline import Timeline
@@ -80,6 +81,22 @@ def test_steps_that_are_not_one_forward_and_one_backward_are_not_judged(stages: 
     assert not checks.steps
     one_step(checks, timeline, *STAGES)
     assert len(checks.steps) == 1
+
+
+def test_what_a_long_run_leaves_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "MOST_STEPS", 10)
+    timeline = Timeline()
+    checks = SelfCheck(timeline)
+    one_step(checks, timeline, *STAGES)
+    (first,) = checks.steps
+    for _ in range(20):
+        one_step(checks, timeline, *STAGES)
+    assert len(checks.steps) == 10 and checks.steps[0] is first
+    for _ in range(100):  # an evaluation with gradients
+        checks.begins("forward")
+    assert len(checks._marks) < 10
+    checks.begins("end")
+    assert len(checks.steps) == 10 and not checks._marks
 
 
 def test_it_has_learned_after_the_warm_up_and_some_steps() -> None:
