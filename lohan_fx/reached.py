@@ -58,16 +58,15 @@ def noting_undefined(run: Callable[..., Any], sources: Sources) -> Callable[...,
     def noting(*args: Any) -> Any:
         outputs = run(*args)
         if len(set(sources.values())) > 1:
-            _note(outputs)
+            _note(outputs, sources)
         return outputs
 
     return noting
 
 
-def _note(outputs: Iterable[object]) -> None:
-    node = next(
-        (n for o in outputs if isinstance(o, torch.Tensor) and (n := _compiled_node(o.grad_fn)) is not None), None
-    )
+def _note(outputs: Iterable[object], sources: Sources) -> None:
+    found = (_compiled_node(each.grad_fn, sources) for each in outputs if isinstance(each, torch.Tensor))
+    node = next((each for each in found if each is not None), None)
     if node is None:
         return
     defined: list[bool] = []
@@ -79,13 +78,19 @@ def _note(outputs: Iterable[object]) -> None:
     setattr(node, _DEFINED, defined)
 
 
-def _compiled_node(node: AutogradNode | None) -> AutogradNode | None:
-    """The node of our graph that ``node``, of one of its outputs, is or views."""
+def _compiled_node(node: AutogradNode | None, sources: Sources) -> AutogradNode | None:
+    """The node of the graph of ``sources`` that ``node``, of one of its outputs, is or views."""
     for _ in range(_MOST_VIEWS):
-        if node is None or any(isinstance(getattr(n, "variable", None), Shell) for n, _ in node.next_functions):
+        if node is None or any(_slot_of(source) in sources for source, _ in node.next_functions):
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
+
+
+def _slot_of(source: AutogradNode | None) -> int | None:
+    """The slot for whose parameter ``source`` accumulates gradients."""
+    shell = getattr(source, "variable", None)
+    return shell.slot if isinstance(shell, Shell) else None
 
 
 def reached(sources: Sources) -> Collection[int]:
@@ -96,10 +101,10 @@ def reached(sources: Sources) -> Collection[int]:
     defined = getattr(node, _DEFINED, None)
     found = set()
     for source, _ in node.next_functions:
-        shell = getattr(source, "variable", None)
-        if source is None or not isinstance(shell, Shell) or shell.slot not in sources:
+        slot = _slot_of(source)
+        if source is None or slot is None or slot not in sources:
             continue
-        leads_here = defined is None or any(defined[place] for place in sources[shell.slot])
+        leads_here = defined is None or any(defined[place] for place in sources[slot])
         if leads_here and torch._C._will_engine_execute_node(source):
-            found.add(shell.slot)
+            found.add(slot)
     return found
