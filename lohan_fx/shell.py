@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, Never, Protocol
 
 import torch
@@ -57,11 +59,25 @@ _METADATA = frozenset(
 )
 _ALLOWED = _METADATA | {torch.autograd.backward}
 """A backward may name parameters as its inputs."""
+_IN_PYTHON = frozenset(
+    ["__rsub__", "__rdiv__", "__rtruediv__", "pow", "__rpow__", "__floordiv__", "__rfloordiv__", "__rmod__"]
+)
+"""Operators that ``torch.Tensor`` has in Python; ``pow`` is the name of its ``__pow__``."""
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def _traceable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that ``torch.Tensor`` has in Python, so that Dynamo traces it: it does not find those that are inherited."""
+
+    @functools.wraps(method)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return method(self.view_as(self) if _tracing() else self, *args, **kwargs)
+
+    return call
 
 
 class Shell(torch.nn.Parameter):
@@ -83,7 +99,13 @@ class Shell(torch.nn.Parameter):
         # Dynamo reads this function too, and must not meet what it cannot trace; hence the order.
         if torch.compiler.is_compiling() and not _capturing:
             torch._dynamo.graph_break("a model compiled by lohan_fx runs in its own graph")
-        if _tracing() or func in _ALLOWED or getattr(func, "namespace", "") == "lohan":
+        if _tracing():
+            with torch._C.DisableTorchFunctionSubclass():
+                if isinstance(func, FunctionType) and func.__name__ in _IN_PYTHON:
+                    # These ask again whether they are overridden, and Dynamo says yes also in here.
+                    args = tuple([arg.view_as(arg) if isinstance(arg, Shell) else arg for arg in args])
+                return func(*args, **kwargs)
+        if func in _ALLOWED or getattr(func, "namespace", "") == "lohan":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _outside(func, args, kwargs)
@@ -105,6 +127,9 @@ class Shell(torch.nn.Parameter):
             raise OffloadedParameterError(
                 f"the gradient of {self.parameter_name} cannot be set: it lives with the optimizer, not in memory"
             )
+
+    norm = _traceable(torch.Tensor.norm)
+    split = _traceable(torch.Tensor.split)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents

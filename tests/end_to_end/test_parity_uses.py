@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lohan_fx
-from lohan_fx.errors import StepError
+from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.models import PERCEPTRON, Case, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, train, weights_of
@@ -196,6 +196,37 @@ def test_a_failed_assertion_of_the_model_is_raised_and_training_goes_on(hw: Hard
         with pytest.raises(RuntimeError, match="the input is not finite"):
             model(torch.full((4, 24), torch.inf))
         assert losses + losses_outside(model, optimizer, steps=1) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+class Mixing(nn.Module):
+    """Arithmetic with parameters themselves, by operators and methods that ``torch.Tensor`` has in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.rate, self.gain = nn.Linear(24, 8), nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8) + 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x).sigmoid()
+        mixed = hidden * self.rate + hidden.roll(1, 0) * (1 - self.rate)
+        mixed = mixed + (1 / self.gain + self.gain**2 + 2**self.rate + hidden**self.gain) * 0.1
+        first, second = self.gain.split(4)
+        return mixed / self.gain.norm(), torch.cat([first, second]) * hidden
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_arithmetic_with_parameters(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Mixing()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
+        torch.manual_seed(1)
+        assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+        for refused in (lambda: 1 - model.rate, lambda: model.rate**2, model.rate.norm):
+            with pytest.raises(OffloadedParameterError, match="rate, which is offloaded"):
+                refused()
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
