@@ -76,7 +76,16 @@ def _bytes(found: Figures) -> str:
     return f"exact in {exact} of {len(found['cases'])} cases"
 
 
+def _families(found: Figures) -> str:
+    return (
+        f"{found['families']} of {found['of_families']} families: {found['as_eager']} bit-equal to eager PyTorch, "
+        f"{found['as_aot_eager']} to `aot_eager`, which differs from eager as much; refused: {found['not_traceable']} that "
+        f"`torch.compile` cannot trace either, {found['sizes_depend_on_values']} with sizes that depend on values"
+    )
+
+
 ROWS = (
+    Row("families", "Models of Hugging Face's families train to plain PyTorch's numbers", "every bit", _families),
     Row("kill9", "Killed at any moment, also by power losses, a training ends with the same bits", "100 %", _kills),
     Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
     Row("faults", "A fault of the drive surfaces, or changes nothing (2 checkpoints kept)", "0 silent", _faults),
