@@ -88,8 +88,8 @@ KINDS = (
         text,
         "biogpt bloom codegen cohere ctrl ernie4_5 exaone4 falcon_mamba gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode "
         "gpt_neo gpt_neox gpt_oss gptj granite granitemoe helium jetmoe lfm2 llama mamba minimax mistral mixtral mpt nemotron "
-        "olmo olmo2 olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma rwkv smollm3 stablelm "
-        "starcoder2 xglm",
+        "olmo olmo2 olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe recurrent_gemma rwkv smollm3 "
+        "stablelm starcoder2 xglm",
     ),
     Kind(
         "AutoModelForMaskedLM",

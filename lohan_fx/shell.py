@@ -59,10 +59,12 @@ _METADATA = frozenset(
 )
 _ALLOWED = _METADATA | {torch.autograd.backward}
 """A backward may name parameters as its inputs."""
-_IN_PYTHON = frozenset(
-    ["__rsub__", "__rdiv__", "__rtruediv__", "pow", "__rpow__", "__floordiv__", "__rfloordiv__", "__rmod__"]
+_IN_PYTHON = (
+    "__rsub__ __rdiv__ __rtruediv__ pow __rpow__ __floordiv__ __rfloordiv__ __rmod__ __rmatmul__ __reversed__ "
+    "rms_norm pad linear_cross_entropy lp_pool3d triplet_margin_with_distance_loss"
 )
-"""Operators that ``torch.Tensor`` has in Python; ``pow`` is the name of its ``__pow__``."""
+_INLINED = frozenset(_IN_PYTHON.split())
+"""Functions and operators that PyTorch has in Python and whose Python Dynamo traces; ``pow`` is the name of ``__pow__``."""
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
@@ -101,9 +103,10 @@ class Shell(torch.nn.Parameter):
             torch._dynamo.graph_break("a model compiled by lohan_fx runs in its own graph")
         if _tracing():
             with torch._C.DisableTorchFunctionSubclass():
-                if isinstance(func, FunctionType) and func.__name__ in _IN_PYTHON:
+                if isinstance(func, FunctionType) and func.__name__ in _INLINED:
                     # These ask again whether they are overridden, and Dynamo says yes also in here.
                     args = tuple([arg.view_as(arg) if isinstance(arg, Shell) else arg for arg in args])
+                    kwargs = {name: arg.view_as(arg) if isinstance(arg, Shell) else arg for name, arg in kwargs.items()}
                 return func(*args, **kwargs)
         if func in _ALLOWED or getattr(func, "namespace", "") == "lohan":
             with torch._C.DisableTorchFunctionSubclass():

@@ -108,6 +108,7 @@ class _Cloner:
         is_tensor = meta.tensor(node) is not None
         with self._backward.graph.inserting_before(self._anchor(is_tensor)):
             placeholder = self._backward.graph.placeholder(node.name)
+        placeholder.name = node.name  # which a clone may have had before it got a name of its own
         placeholder.meta = dict(node.meta)
         meta.clear_cost(placeholder)
         if is_tensor:

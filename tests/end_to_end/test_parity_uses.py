@@ -200,18 +200,19 @@ def test_a_failed_assertion_of_the_model_is_raised_and_training_goes_on(hw: Hard
 
 
 class Mixing(nn.Module):
-    """Arithmetic with parameters themselves, by operators and methods that ``torch.Tensor`` has in Python."""
+    """Arithmetic with parameters themselves, by operators, methods and functions that PyTorch has in Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.rate, self.gain = nn.Linear(24, 8), nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8) + 1)
+        self.norm = nn.RMSNorm(8)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.up(x).sigmoid()
         mixed = hidden * self.rate + hidden.roll(1, 0) * (1 - self.rate)
         mixed = mixed + (1 / self.gain + self.gain**2 + 2**self.rate + hidden**self.gain) * 0.1
         first, second = self.gain.split(4)
-        return mixed / self.gain.norm(), torch.cat([first, second]) * hidden
+        return self.norm(mixed) / F.pad(self.gain, (1, 0)).norm(), torch.cat([first, second]) * hidden
 
 
 @pytest.mark.parametrize("policy", POLICIES)

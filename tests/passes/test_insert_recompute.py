@@ -13,6 +13,7 @@ from lohan_fx.meta import Phase
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.halves import outputs_of
 from lohan_fx.passes.insert_recompute import insert_recompute
+from lohan_fx.passes.verify import verify
 from lohan_fx.plan import Keep, Plan, Recompute
 from tests.passes.fake_runtime import at_another_size, eager, run
 from tests.passes.graphs import DECISIONS, MODELS, both, captured, graph_of, plan_for, rewrite, starts_with, text
@@ -159,6 +160,23 @@ def test_recomputation_starts_from_outputs_of_the_forward() -> None:
     found = captured("branches")
     halves = rewrite(found, plan_for(found, Recompute()), upto=insert_recompute)
     assert outputs_of(halves.forward)[0] in halves.crossing()
+    assert run(halves, found).equals(eager(found))
+
+
+@pytest.mark.parametrize("name", ["branches", "two-layers"])
+def test_an_input_gets_its_name_also_where_a_clone_has_had_it(name: str) -> None:
+    """Clones are made under the name of a free number, and then renamed; fx does not give that name out again."""
+    found = captured(name)
+    plan = plan_for(found, Recompute())
+    halves = rewrite(found, plan, upto=None)
+    assert halves.backward is not None
+    present = set(halves.saved_placeholders())
+    for node in halves.forward.graph.nodes:
+        if node.name not in present:
+            halves.backward.graph._graph_namespace.create_name(node.name, None)
+    insert_recompute(halves, plan)
+    assert set(halves.saved_placeholders()) - present, "nothing crosses that did not before"
+    verify(halves, plan, after="insert_recompute")
     assert run(halves, found).equals(eager(found))
 
 
