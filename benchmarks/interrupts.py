@@ -85,7 +85,7 @@ def interrupted_life(directory: Path, interrupt: Interrupt, shared: Shared) -> t
     if not _wait_for_phase(process, interrupt.phase, shared):
         return 0, 0.0
     time.sleep(interrupt.delay_s)
-    sent_s, sent_in = time.monotonic(), shared.read()[0]
+    sent_s, sent_in = time.monotonic(), shared.read()
     os.kill(process, signal.SIGINT)
     deadline_s = sent_s + LIFE_TIMEOUT_S
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
@@ -128,7 +128,7 @@ def _live_here(directory: Path, drive: StuckDrive, shared: Shared) -> int:
 
 def _wait_for_phase(process: int, phase: str, shared: Shared) -> bool:
     """Whether the life came to ``phase``; else it has ended."""
-    while shared.read()[0] != phase:
+    while shared.read() != phase:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended and status:
             raise SystemExit(f"a life failed by itself (status {status}) before it came to {phase}: see above")

@@ -2,12 +2,12 @@
 
     python benchmarks/kill9.py --kills 100
 
-A third of the kills comes from outside, at a random time of a life; a third from within, at a random call of the store
-to the system, also in the middle of a commit; a third is such a call with a power loss: what was not synced is dropped
-or reordered at random (``lossy_drive``). Each training is killed up to five times and then ends; its weights, moments and
-losses are compared. The trainings take turns in how they make a step (``RECIPES``): some hold gradients until it, and
-update beside the next forward. Ends with 1 if anything differs. JSON: ``kills, bit_equal``, which recipes were killed how
-often, and where the kills struck.
+Kills are aimed at initialisation, resume, step and commit in turn. A third comes from outside, at a random time of the phase; a
+third from within, at a random call of the store to the system; a third is such a call with a power loss: what was not
+synced is dropped or reordered at random (``lossy_drive``). Each training is killed up to five times and then ends; its
+weights, moments and losses are compared. The trainings take turns in how they make a step (``RECIPES``): some hold
+gradients until it, and update beside the next forward. Ends with 1 if anything differs. JSON: ``kills, bit_equal``, which
+recipes were killed how often, and where the kills struck.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ KILLS_PER_TRAINING = 5
 MAX_NORM = 1e-3
 """All steps are clipped by it."""
 PHASES = ("start", "compile", "resume", "step", "commit", "end", "stuck")
+LAST_ENTRY = 3
+"""Kills are aimed at one of the first so many steps or commits of a life."""
 LIFE_TIMEOUT_S = 300.0
 
 
@@ -119,8 +121,11 @@ RECIPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """When a life ends: after ``after_s``, or at call ``at_call`` of the store, which ``loses`` what is not synced."""
+    """When a life ends: once it has begun ``phase`` for the ``entry``-th time, after ``after_s``, or at call ``at_call`` of the
+    store from then on, which ``loses`` what is not synced."""
 
+    phase: str = "start"
+    entry: int = 1
     after_s: float | None = None
     at_call: int | None = None
     loses: bool = False
@@ -128,20 +133,44 @@ class Kill:
 
 
 class Shared:
-    """What a life tells those that survive it, in memory of both: its phase, and its calls to the system so far."""
+    """What a life tells those that survive it, in memory of both: its phase, and of each phase how often it began, how
+    many seconds it took, and how many calls of the store to the system."""
+
+    _ENTRY = struct.Struct("<qdq")
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._began_s, self._before = time.monotonic(), 0
+        self.calls: Callable[[], int] = lambda: 0
+        self.on_phase: Callable[[str, int], None] = lambda name, entry: None
 
     def phase(self, name: str) -> None:
+        """Another phase begins; with "start", another life."""
+        now_s, calls = time.monotonic(), self.calls()
+        if name == "start":
+            self._memory[:] = bytes(mmap.PAGESIZE)
+        else:
+            entries, seconds, made = self.of(self.read())
+            self._write(self.read(), entries, seconds + now_s - self._began_s, made + calls - self._before)
+        self._began_s, self._before = now_s, calls
+        entries, seconds, made = self.of(name)
+        self._write(name, entries + 1, seconds, made)
         self._memory[0] = PHASES.index(name)
+        self.on_phase(name, entries + 1)
 
-    def calls(self, count: int) -> None:
-        self._memory[8:16] = struct.pack("<q", count)
+    def read(self) -> str:
+        return PHASES[self._memory[0]]
 
-    def read(self) -> tuple[str, int]:
-        (calls,) = struct.unpack("<q", self._memory[8:16])
-        return PHASES[self._memory[0]], int(calls)
+    def of(self, phase: str) -> tuple[int, float, int]:
+        """How often ``phase`` began, and the seconds and calls of those times that are over."""
+        entries, seconds, calls = self._ENTRY.unpack_from(self._memory, self._offset(phase))
+        return int(entries), float(seconds), int(calls)
+
+    def _write(self, phase: str, entries: int, seconds: float, calls: int) -> None:
+        self._ENTRY.pack_into(self._memory, self._offset(phase), entries, seconds, calls)
+
+    def _offset(self, phase: str) -> int:
+        return 8 + PHASES.index(phase) * self._ENTRY.size
 
 
 def train(
@@ -213,10 +242,14 @@ def killed_life(directory: Path, kill: Kill | None, shared: Shared, recipe: Reci
     if kill is not None and kill.at_call is None:
         # Killed from outside, or not at all: at its own pace, on the real backend.
         return train(directory, PosixBackend(), shared, recipe=recipe)
-    drive = LossyDrive(kill.at_call if kill else None, seed=kill.seed if kill else 0, loses=bool(kill and kill.loses))
-    result = train(directory, drive, shared, recipe=recipe)
-    shared.calls(len(drive.calls))
-    return result
+    drive = LossyDrive(seed=kill.seed if kill else 0, loses=bool(kill and kill.loses))
+
+    def aim(phase: str, entry: int) -> None:
+        if kill is not None and kill.at_call is not None and (phase, entry) == (kill.phase, kill.entry):
+            drive.die_in(kill.at_call)
+
+    shared.calls, shared.on_phase = lambda: len(drive.calls), aim
+    return train(directory, drive, shared, recipe=recipe)
 
 
 def digest(model: nn.Module, optimizer: lohan_fx.AdamW, losses: list[float]) -> str:
@@ -249,7 +282,7 @@ def live(
             traceback.print_exc()
         finally:
             os._exit(code)
-    status = _wait(process, started_s, kill)
+    status = _wait(process, kill, shared)
     seconds = time.monotonic() - started_s
     if seconds > LIFE_TIMEOUT_S:
         raise SystemExit(f"a life was not over after {LIFE_TIMEOUT_S:g} s, with {kill}; its files: {directory}")
@@ -268,25 +301,27 @@ def import_all(modules: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def _wait(process: int, started_s: float, kill: Kill | None) -> int:
-    after_s = kill.after_s if kill is not None and kill.after_s is not None else LIFE_TIMEOUT_S
+def _wait(process: int, kill: Kill | None, shared: Shared) -> int:
+    deadline_s = time.monotonic() + LIFE_TIMEOUT_S
+    aimed = kill is not None and kill.after_s is not None
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
             return status
-        if time.monotonic() - started_s > after_s:
+        if aimed and kill is not None and kill.after_s is not None and shared.of(kill.phase)[0] >= kill.entry:
+            deadline_s, aimed = time.monotonic() + kill.after_s, False
+        if time.monotonic() > deadline_s:
             os.kill(process, signal.SIGKILL)
             return os.waitpid(process, 0)[1]
-        time.sleep(0.001)
+        time.sleep(0.0005)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """A training that nobody killed: what came out, its calls to the system, how long it took."""
+@dataclasses.dataclass
+class Span:
+    """The longest that a phase has taken so far, each time that it began."""
 
-    digest: str
-    calls: int
-    life_s: float
+    seconds: float = 0.0
+    calls: int = 0
 
 
 class Killer:
@@ -297,26 +332,39 @@ class Killer:
         self.recipes: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
         self.trainings = self.unequal = 0
+        self._aimed: Counter[tuple[str, str]] = Counter()
         self._chance = random.Random(seed)
         self._shared = Shared()
         self._result = root / "result"
         self._directory = root / "store"
-        self._wholes: dict[str, Whole] = {}
-        self._live_anew(RECIPES[0], None)
+        self._wholes: dict[str, str] = {}
+        self._spans: defaultdict[tuple[str, str], Span] = defaultdict(Span)
+        self._live_anew(RECIPES[0])
         import_all(self._result.with_name("modules").read_text().split())
 
-    def _live_anew(self, recipe: Recipe, kill: Kill | None) -> float:
+    def _live_anew(self, recipe: Recipe) -> None:
         self._begin_anew()
-        return live(self._directory, kill, self._shared, self._result, recipe)[1]
+        self._live(recipe, None)
+
+    def _live(self, recipe: Recipe, kill: Kill | None) -> bool:
+        killed, _ = live(self._directory, kill, self._shared, self._result, recipe)
+        for phase in PHASES:
+            entries, seconds, calls = self._shared.of(phase)
+            if entries and phase != self._shared.read():
+                span = self._spans[recipe.name, phase]
+                span.seconds, span.calls = max(span.seconds, seconds / entries), max(span.calls, -(-calls // entries))
+        return killed
 
     def _begin_anew(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir()
 
-    def _whole(self, recipe: Recipe) -> Whole:
+    def _whole(self, recipe: Recipe) -> str:
+        """What comes out of a training that nobody kills."""
         if recipe.name not in self._wholes:
-            life_s = self._live_anew(recipe, None)
-            self._wholes[recipe.name] = Whole(self._result.read_text(), self._shared.read()[1], life_s)
+            self._live_anew(recipe)
+            self._wholes[recipe.name] = self._result.read_text()
+            self._live(recipe, None)  # resumes the last checkpoint: now it is known how long that takes
         return self._wholes[recipe.name]
 
     def train(self, recipe: Recipe, kills: int) -> None:
@@ -326,29 +374,32 @@ class Killer:
         met = 0
         while met < kills:
             kind = ("outside", "call", "power")[self.kinds.total() % 3]
-            killed, _ = live(self._directory, self._kill(kind, whole), self._shared, self._result, recipe)
-            if not killed:
+            if not self._live(recipe, self._kill(kind, recipe)):
                 self._judge(whole)
                 self._begin_anew()
                 continue
             met += 1
             self.kinds[kind] += 1
             self.recipes[recipe.name] += 1
-            self.struck[self._shared.read()[0]] += 1
-        live(self._directory, Kill(after_s=LIFE_TIMEOUT_S), self._shared, self._result, recipe)
+            self.struck[self._shared.read()] += 1
+        self._live(recipe, Kill(after_s=LIFE_TIMEOUT_S))
         self._judge(whole)
 
-    def _judge(self, whole: Whole) -> None:
+    def _judge(self, whole: str) -> None:
         self.trainings += 1
-        self.unequal += self._result.read_text() != whole.digest
+        self.unequal += self._result.read_text() != whole
 
-    def _kill(self, kind: str, whole: Whole) -> Kill:
+    def _kill(self, kind: str, recipe: Recipe) -> Kill:
+        """One in that phase of a life from here on that has been aimed at least, by kills of this kind."""
+        first = "resume" if generations_in(self._directory) else "compile"
+        phase = min((first, "commit", "step"), key=lambda phase: self._aimed[kind, phase])
+        self._aimed[kind, phase] += 1
+        entry = 1 if phase == first else self._chance.randint(1, LAST_ENTRY)
+        span = self._spans[recipe.name, phase]
         if kind == "outside":
-            return Kill(after_s=self._chance.uniform(0, whole.life_s))
-        at_call = self._chance.randint(
-            1, self._chance.choice([8, 40, whole.calls])
-        )  # the first: initialisation, resume
-        return Kill(at_call=at_call, loses=kind == "power", seed=self._chance.randrange(1 << 30))
+            return Kill(phase, entry, after_s=self._chance.uniform(0, span.seconds))
+        at_call = self._chance.randint(1, max(1, span.calls))
+        return Kill(phase, entry, at_call=at_call, loses=kind == "power", seed=self._chance.randrange(1 << 30))
 
 
 def main() -> None:

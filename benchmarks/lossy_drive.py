@@ -51,6 +51,11 @@ class LossyDrive(PosixBackend):
         self._pages: defaultdict[Path, dict[int, list[bytes]]] = defaultdict(dict)
         self._names: list[tuple[Path, Callable[[], None]]] = []
 
+    def die_in(self, calls: int) -> None:
+        """Die at the call number ``calls`` from now on."""
+        with self._lock:
+            self._die_at = len(self.calls) + calls
+
     def open(self, path: Path, *, direct: bool) -> int:
         with self._lock:
             self._next("open")

@@ -3,7 +3,8 @@
 The arithmetic is torch's own (``held_gradient``). In fp32 the norm is bit-equal to plain PyTorch's while gradients are
 held in memory, and where a step has one backward; a sum of several that lies on NVMe is measured chunk by chunk, as are
 bf16 and fp16 gradients of more than a million elements: the norms then differ by less than 1e-4, most of it torch's own
-rounding.
+rounding. Of gradients that were multiplied before by what is no power of two (clipped twice) it is the norm times that, whose
+last bit may differ.
 """
 
 from __future__ import annotations
