@@ -36,13 +36,12 @@ from typing import Any
 
 import report
 import torch
+from held_on_nvme import leave_no_memory_to_hold
 from lossy_drive import LossyDrive
 from torch import nn
 
 import lohan_fx
-from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Plan
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.generation_files import generations_in
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -206,7 +205,7 @@ def train(
             resume_from_checkpoint=True,
         )
     if recipe.on_nvme:
-        _leave_no_memory_to_hold(model)
+        leave_no_memory_to_hold(model)
     optimizer, scaler = lohan_fx.AdamW(model.parameters(), lr=1e-3), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     found = lohan_fx.resume(model, optimizer, scheduler=scheduler)
@@ -224,17 +223,6 @@ def train(
             lohan_fx.checkpoint(model, optimizer, scheduler=scheduler, extra=extra, verify=verify)
     shared.phase("end")
     return digest(model, optimizer, losses)
-
-
-def _leave_no_memory_to_hold(model: nn.Module) -> None:
-    gradients = compiled(model).engine.gradients
-    apply_plan = gradients.apply_plan
-
-    def without(plan: Plan, device: torch.device) -> None:
-        apply_plan(plan, device)
-        gradients.hold_bytes = 0
-
-    gradients.apply_plan = without  # type: ignore[method-assign]
 
 
 def killed_life(directory: Path, kill: Kill | None, shared: Shared, recipe: Recipe) -> str:
@@ -303,13 +291,13 @@ def import_all(modules: Sequence[str]) -> None:
 
 def _wait(process: int, kill: Kill | None, shared: Shared) -> int:
     deadline_s = time.monotonic() + LIFE_TIMEOUT_S
-    aimed = kill is not None and kill.after_s is not None
+    after_s = None if kill is None else kill.after_s
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
             return status
-        if aimed and kill is not None and kill.after_s is not None and shared.of(kill.phase)[0] >= kill.entry:
-            deadline_s, aimed = time.monotonic() + kill.after_s, False
+        if kill is not None and after_s is not None and shared.of(kill.phase)[0] >= kill.entry:
+            deadline_s, after_s = time.monotonic() + after_s, None
         if time.monotonic() > deadline_s:
             os.kill(process, signal.SIGKILL)
             return os.waitpid(process, 0)[1]
@@ -318,7 +306,7 @@ def _wait(process: int, kill: Kill | None, shared: Shared) -> int:
 
 @dataclasses.dataclass
 class Span:
-    """The longest that a phase has taken so far, each time that it began."""
+    """The longest that a phase has taken in a life so far, per time that it began."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -339,12 +327,10 @@ class Killer:
         self._directory = root / "store"
         self._wholes: dict[str, str] = {}
         self._spans: defaultdict[tuple[str, str], Span] = defaultdict(Span)
-        self._live_anew(RECIPES[0])
-        import_all(self._result.with_name("modules").read_text().split())
-
-    def _live_anew(self, recipe: Recipe) -> None:
+        # Not measured: it imports everything.
         self._begin_anew()
-        self._live(recipe, None)
+        live(self._directory, None, self._shared, self._result)
+        import_all(self._result.with_name("modules").read_text().split())
 
     def _live(self, recipe: Recipe, kill: Kill | None) -> bool:
         killed, _ = live(self._directory, kill, self._shared, self._result, recipe)
@@ -362,7 +348,8 @@ class Killer:
     def _whole(self, recipe: Recipe) -> str:
         """What comes out of a training that nobody kills."""
         if recipe.name not in self._wholes:
-            self._live_anew(recipe)
+            self._begin_anew()
+            self._live(recipe, None)
             self._wholes[recipe.name] = self._result.read_text()
             self._live(recipe, None)  # resumes the last checkpoint: now it is known how long that takes
         return self._wholes[recipe.name]

@@ -1,8 +1,9 @@
 """Training loops that nobody wrote: what a loop may do between two steps, in any order, beside plain PyTorch doing the same,
 and in bfloat16 beside a model that stays in memory.
 
-Every loss, output, gradient, norm, weight, moment, buffer and the random generator are bit-equal after every move. What is
-refused must have a reason (an update of this step has run already) and change nothing.
+What a move gives (losses, outputs, gradients, norms) and the random numbers it draws are the same, bit for bit; weights, moments
+and buffers are wherever a loop looks, and at its end: looking waits for updates, which should run beside other moves, too.
+What is refused must have a reason (an update of this step has run, or its gradients were changed) and change nothing.
 ``LOHAN_LOOPS=200 pytest tests/end_to_end/test_any_loop.py`` tries that many.
 """
 
@@ -24,10 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import lohan_fx
+from benchmarks.held_on_nvme import leave_no_memory_to_hold
 from lohan_fx import problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
-from lohan_fx.plan import Plan
 from lohan_fx.shell import Shell
 from tests.end_to_end.recipes import cpu_profile
 
@@ -70,18 +71,6 @@ def inputs(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(outputs: Outputs, heads: tuple[str, ...]) -> torch.Tensor:
     return sum((outputs[head].square().mean() for head in heads), torch.zeros(()))
-
-
-def leave_no_memory_to_hold(model: nn.Module) -> None:
-    """Gradients that wait do so on NVMe, as if the promise left no memory for them."""
-    gradients = compiled(model).engine.gradients
-    apply_plan = gradients.apply_plan
-
-    def without(plan: Plan, device: torch.device) -> None:
-        apply_plan(plan, device)
-        gradients.hold_bytes = 0
-
-    gradients.apply_plan = without  # type: ignore[method-assign]
 
 
 class AnyLoop(RuleBasedStateMachine):
@@ -250,15 +239,17 @@ class AnyLoop(RuleBasedStateMachine):
 
     def _begin_step(self) -> None:
         self.open: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         self.backwards, self.changed, self.clipped = 0, False, False
 
     @precondition(lambda self: not self.backwards)
     @rule(seed=st.integers(0, 9), overflows=st.booleans(), clips=st.booleans())
     def scaled_step(self, seed: int, overflows: bool, clips: bool) -> None:
         """One whose gradients overflow is skipped."""
-        overflows = (
-            overflows and compiled(self.ours).engine.updates.holds
-        )  # else weights are NaN before the scaler looks
+        # Where updates run in the backward, weights are NaN before the scaler looks.
+        overflows = overflows and compiled(self.ours).engine.updates.holds
         scale = 2.0**126 if overflows else 8.0
         scalers = {
             self.plain: torch.amp.GradScaler("cpu", init_scale=scale),
@@ -269,7 +260,7 @@ class AnyLoop(RuleBasedStateMachine):
             loss = loss_of(model(*inputs(seed, 3)), ("words",))
             scalers[model].scale(loss * (1e30 if overflows else 1.0)).backward()
 
-        def finish(model: Any, optimizer: Any) -> list[float]:
+        def finish(model: Any, optimizer: Any) -> float:
             scaler = scalers[model]
             if clips:
                 scaler.unscale_(optimizer)
@@ -277,7 +268,7 @@ class AnyLoop(RuleBasedStateMachine):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            return [scaler.get_scale()]
+            return float(scaler.get_scale())
 
         if self._both(backward):
             self.backwards += 1
@@ -294,8 +285,9 @@ class AnyLoop(RuleBasedStateMachine):
 
     @rule()
     def drop(self) -> None:
+        """Forwards stay open."""
         if self._both(lambda _, optimizer: optimizer.zero_grad()):
-            self.backwards, self.changed, self.clipped = 0, False, False
+            self._forget_gradients()
 
     @precondition(lambda self: self.backwards and not self.clipped)
     @rule(norm=st.sampled_from([1e-3, 0.1, 10.0]), torchs=st.booleans())
@@ -390,8 +382,11 @@ class AnyLoop(RuleBasedStateMachine):
         keep = None if self.options["checkpoints"] else 1
         lohan_fx.checkpoint(self.ours, self.our_adam, scheduler=self.our_schedule, extra={"saved": True}, keep=keep)
         parts = self.plain, self.adam, self.schedule
-        self.saved = {"states": copy.deepcopy([part.state_dict() for part in parts]), "random": torch.get_rng_state()}
-        self.saved["trainable"] = [p.requires_grad for p in self.plain.parameters()]
+        self.saved = {
+            "states": copy.deepcopy([part.state_dict() for part in parts]),
+            "random": torch.get_rng_state(),
+            "trainable": [p.requires_grad for p in self.plain.parameters()],
+        }
 
     @precondition(lambda self: self.saved is not None)
     @rule()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from benchmarks.held_on_nvme import leave_no_memory_to_hold
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
@@ -93,9 +94,7 @@ def test_bf16_is_bit_equal_to_its_recipe(on_nvme: Any) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["sums in memory", "sums on NVMe"])
-def test_accumulated_gradients_are_clipped_by_the_norm_of_their_sum(
-    on_disk: bool, on_nvme: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accumulated_gradients_are_clipped_by_the_norm_of_their_sum(on_disk: bool, on_nvme: Any) -> None:
     """Bit-equal from memory; on NVMe chunks are measured one by one, which rounds differently for more than one chunk."""
     counts = (3, 3, 2, 3)
     expected, expected_norms = plain(GPT2, counts)
@@ -103,21 +102,10 @@ def test_accumulated_gradients_are_clipped_by_the_norm_of_their_sum(
     with on_nvme(model):
         lohan_fx.prepare(model, **GPT2.batch())
         if on_disk:
-            no_memory_to_hold(model, monkeypatch)
+            leave_no_memory_to_hold(model)
         losses, norms = clipped(model, lohan_fx.AdamW(model.parameters(), lr=LR), GPT2, counts)
     assert norms == expected_norms
     assert_same(Run(losses, weights_of(model)), expected)
-
-
-def no_memory_to_hold(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = compiled(model).engine.gradients
-    apply_plan = gradients.apply_plan
-
-    def without(*args: Any) -> None:
-        apply_plan(*args)
-        gradients.hold_bytes = 0
-
-    monkeypatch.setattr(gradients, "apply_plan", without)
 
 
 class Parted(nn.Module):

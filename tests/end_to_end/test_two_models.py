@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -88,17 +89,13 @@ def test_uses_are_exact(policy: str, held: bool, use: Use, hw: HardwareProfile, 
     models = copy.deepcopy(expected)
     torch.manual_seed(1)
     wanted = use(*expected, *(torch.optim.AdamW(model.parameters(), lr=LR) for model in expected))
-    for number, model in enumerate(models):
-        nvme = tmp_path / str(number)
-        nvme.mkdir()
-        lohan_fx.compile(
-            model, hw, nvme=nvme, compute_dtype=torch.float32, host_memory="2GiB", policy=policy, hold_gradients=held
-        )
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, model in enumerate(models):
+            nvme = tmp_path / str(number)
+            nvme.mkdir()
+            options = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": policy, "hold_gradients": held}
+            stack.enter_context(lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=nvme, **options)))
         torch.manual_seed(1)
         assert use(*models, *(lohan_fx.AdamW(model.parameters(), lr=LR) for model in models)) == wanted
-    finally:
-        for model in models:
-            lohan_fx.release(model)
     for model, plain in zip(models, expected, strict=True):
         assert_same_weights(weights_of(model), weights_of(plain))
