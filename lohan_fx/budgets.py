@@ -10,7 +10,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Windows
 from lohan_fx.plan_builder import layer_of_parameter
 from lohan_fx.problem import Budgets, ParameterFacts
-from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.state_buffer import buffer_bytes, states_bytes
 
 MIB = 1 << 20
 CAPTURE_BYTES = 64 * MIB
@@ -106,9 +106,8 @@ def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
     parameters are read and gradients updated in place, and of the buffer of compute's own updates only the gradient is used.
     """
     gradients = 0 if shared else windows.gradient_buffers * 4 * windows.chunk_elements
-    states = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
     own = 4 * windows.chunk_elements if shared else buffer_bytes(windows.chunk_elements)
-    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + states + gradients + own
+    return (2 if shared else 3) * windows.io_buffers * windows.io_bytes + states_bytes(windows) + gradients + own
 
 
 def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:

@@ -19,7 +19,7 @@ from lohan_fx.passes.touched_values import touched_bytes
 from lohan_fx.plan import Plan, Swap, Tier
 from lohan_fx.request import Request, node_seconds
 from lohan_fx.runtime.machine import ssd_threads
-from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.state_buffer import states_bytes
 from lohan_fx.simulated_step import simulated_transit
 from lohan_fx.step_program import step_program
 
@@ -52,7 +52,7 @@ def touched_staging_bytes(plan: Plan) -> int:
     stay = [p.in_memory_of(plan.device) and p.gradient_home is not Tier.NVME for p in trained]
     leaves = any(a.decision == Swap(Tier.NVME) for a in plan.activations)
     here = 4 * windows.chunk_elements if any(stay) else 0
-    streamed = 0 if all(stay) else windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
+    streamed = 0 if all(stay) else states_bytes(windows)
     return here + streamed + (windows.io_buffers * windows.io_bytes if leaves else 0)
 
 

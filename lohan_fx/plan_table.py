@@ -26,6 +26,7 @@ from lohan_fx.plan import (
     Tier,
     Windows,
 )
+from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, small_buffers
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
 K = TypeVar("K")
@@ -109,9 +110,14 @@ def windows_lines(windows: Windows) -> list[str]:
         f"windows: fetch {format_bytes(windows.fetch_bytes)}, swap in {format_bytes(windows.swap_in_bytes)}, "
         f"swap out {format_bytes(windows.swap_out_bytes)}, gradients {format_bytes(windows.gradient_bytes)}",
         f"staging: {windows.io_buffers} buffers of {format_bytes(windows.io_bytes)} per lane, "
-        f"{windows.optimizer_buffers} of {windows.chunk_elements:,} elements for the optimizer, "
+        f"{windows.optimizer_buffers} of {windows.chunk_elements:,} elements for the optimizer{_small(windows)}, "
         f"{windows.gradient_buffers} for gradients",
     ]
+
+
+def _small(windows: Windows) -> str:
+    count = small_buffers(windows)
+    return f" and {count} of {SMALL_ELEMENTS:,}" if count else ""
 
 
 def _prediction(prediction: Prediction) -> str:

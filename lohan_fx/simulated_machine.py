@@ -19,7 +19,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.plan import ParameterPlan, Plan, Tier
 from lohan_fx.runtime.machine import SSD_THREADS
-from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 
 ADAM_BYTES = 28
@@ -74,7 +74,7 @@ class SimulatedMachine:
         optimizer = max(min(optimizer, _LEAST_OPTIMIZER), -(-optimizer // together))
         gradients = max(min(gradients, _LEAST_OPTIMIZER), -(-gradients // together))
         counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        return counts | {"gradients": gradients, "optimizer": optimizer, "compute": 1}
+        return counts | {"gradients": gradients, "optimizer": optimizer, "small": small_buffers(windows), "compute": 1}
 
     def pieces(self, nbytes: int) -> list[int]:
         """Bytes of the transfers that ``nbytes`` are cut into."""
@@ -246,7 +246,8 @@ class SimulatedMemory:
         self._constant = host + fixed - (staging if machine.on_cpu else 0)
         io, chunk = plan.windows.io_bytes, plan.windows.chunk_elements
         sizes = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        self._sizes = sizes | {"gradients": 4 * chunk, "optimizer": buffer_bytes(chunk), "compute": 4 * chunk}
+        states = {"optimizer": buffer_bytes(chunk), "small": buffer_bytes(SMALL_ELEMENTS)}
+        self._sizes = sizes | states | {"gradients": 4 * chunk, "compute": 4 * chunk}
         self._touched = {purpose: [0] * shelf.count for purpose, shelf in machine.pool.items()}
         self._touched_bytes = 0
         self.curve: list[MemoryPoint] = []

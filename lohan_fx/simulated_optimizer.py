@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from lohan_fx.event_clock import Countdown, Job, Signal, Thread
 from lohan_fx.plan import SUM_BYTES, OptimizerTiming, ParameterPlan, Tier
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
+from lohan_fx.runtime.state_buffer import purpose_of
 from lohan_fx.simulated_machine import SimulatedMachine
 
 
@@ -197,7 +198,7 @@ class SimulatedOptimizer:
             self._reading.append(self._arrived.popleft())
         chunk = self._reading.popleft() if self._reading else self._arrived.popleft()
         if not chunk.has_buffer:
-            yield from machine.pool["optimizer"].acquire()
+            yield from machine.pool[self._purpose(chunk)].acquire()
             self._read(chunk)
         yield from chunk.reads
         yield self._arithmetic(chunk)
@@ -213,15 +214,18 @@ class SimulatedOptimizer:
             machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY)
 
     def _start_reading(self, chunk: _Chunk) -> bool:
-        if not self._machine.pool["optimizer"].try_acquire():
+        if not self._machine.pool[self._purpose(chunk)].try_acquire():
             return False
         self._read(chunk)
         return True
 
+    def _purpose(self, chunk: _Chunk) -> str:
+        return purpose_of(chunk.elements, self._machine.plan.windows)
+
     def _read(self, chunk: _Chunk) -> None:
         machine = self._machine
         chunk.has_buffer = True
-        machine.memory.touch("optimizer", self._touched_bytes(chunk))
+        machine.memory.touch(self._purpose(chunk), self._touched_bytes(chunk))
         requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in self._reads(chunk):
             done = machine.clock.signal()
@@ -234,7 +238,7 @@ class SimulatedOptimizer:
         done()
 
     def _finished(self, chunk: _Chunk) -> None:
-        self._machine.pool["optimizer"].release()
+        self._machine.pool[self._purpose(chunk)].release()
         self._unfinished -= 1
         self._notify()
         if chunk.update is not None:

@@ -4,9 +4,9 @@ One chunk's way: states from the store (ssd lane) -> update (cpu) -> states and 
 Reads run ahead of updates as far as there are buffers, and the read of chunk i-1 is queued before the write of chunk i
 (LoHan IV-C; Fuyou 4.3), so that reading, updating and writing of neighbouring chunks overlap each other and the backward.
 
-Guarantees: memory is the pool's "optimizer" reservation. Chunks are updated in the order in which they arrived. Every
-chunk that was expected is finished once, well or not. ``barrier`` returns once all are, or raises the first failure,
-after which nothing more is taken (``refuse_if_failed``) until ``settle``.
+Guarantees: memory is the pool's "optimizer" and "small" reservations (``state_buffer.purpose_of``). Chunks are updated in the
+order in which they arrived. Every chunk that was expected is finished once, well or not. ``barrier`` returns once all are, or
+raises the first failure, after which nothing more is taken (``refuse_if_failed``) until ``settle``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import wait_hearing
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
 from lohan_fx.runtime.slots import Residency
-from lohan_fx.runtime.state_buffer import StateBuffer
+from lohan_fx.runtime.state_buffer import StateBuffer, purpose_of
 
 BARRIER_TIMEOUT_S = 3600.0
 
@@ -138,25 +138,28 @@ class ChunkPipeline:
             job = self._reading.popleft() if self._reading else self._arrived[0]
         with self.finished_if_failing(job):
             if job.states is None:
-                self._read_into(job, self._wait_for_buffer())
+                self._read_into(job, self._wait_for_buffer(job))
             self._process(job)
 
-    def _wait_for_buffer(self) -> Buffer:
-        """A buffer for the oldest job. It stands in the queue meanwhile, so that no younger one takes the buffer and
+    def _wait_for_buffer(self, job: ChunkUpdate) -> Buffer:
+        """A buffer for the oldest ``job``. It stands in the queue meanwhile, so that no younger one takes the buffer and
         then waits behind it for ever."""
         try:
-            return self._machine.pool.acquire("optimizer")
+            return self._machine.pool.acquire(self._purpose(job))
         finally:
             with self.changed:
                 self._arrived.popleft()
 
     def _start_reading(self, job: ChunkUpdate) -> bool:
         """Start the reads of ``job`` if a buffer is free. Called with the lock held, so that jobs stay in order."""
-        buffer = self._machine.pool.try_acquire("optimizer")
+        buffer = self._machine.pool.try_acquire(self._purpose(job))
         if buffer is None:
             return False
         self._read_into(job, buffer)
         return True
+
+    def _purpose(self, job: ChunkUpdate) -> str:
+        return purpose_of(job.chunk.elements, self._machine.windows)
 
     def _read_into(self, job: ChunkUpdate, buffer: Buffer) -> None:
         machine, chunk = self._machine, job.chunk

@@ -16,7 +16,7 @@ from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
 
 # GPU-critical reads go before optimizer I/O (mechanisms c3.11); what frees device memory goes between.
@@ -43,7 +43,7 @@ class Machine:
     h2d: Lane
     d2h: Lane
     cpu: Lane
-    io_bytes: int
+    windows: Windows
     landing: Landing
 
     @property
@@ -62,7 +62,8 @@ class Machine:
 
     def pieces(self, nbytes: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the transfers that ``nbytes`` are cut into."""
-        return [(start, min(self.io_bytes, nbytes - start)) for start in range(0, nbytes, self.io_bytes)]
+        size = self.windows.io_bytes
+        return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
 
     def read_staged(
         self, purpose: str, label: str, read: Callable[[Buffer], None], failed: Callable[[BaseException], None]
@@ -111,6 +112,7 @@ def start_machine(
             "swap_out": Reservation(windows.io_buffers, windows.io_bytes),
             "gradients": Reservation(windows.gradient_buffers, 4 * windows.chunk_elements),
             "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
+            "small": Reservation(small_buffers(windows), buffer_bytes(SMALL_ELEMENTS)),
             "compute": Reservation(1, buffer_bytes(windows.chunk_elements)),
             "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
         },
@@ -131,7 +133,7 @@ def start_machine(
         h2d=Lane("h2d", initializer=one_thread),
         d2h=Lane("d2h", initializer=one_thread),
         cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
-        io_bytes=windows.io_bytes,
+        windows=windows,
         landing=Landing(landing_bytes if device.type == "cpu" else 0),
     )
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.

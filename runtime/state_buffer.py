@@ -2,6 +2,9 @@
 
 A pool buffer holds, one after the other, fp32 master, first and second moment, gradient, and the compute-dtype
 copy. Arrays that live in memory are used in place, and neither read nor written; those on a GPU only together.
+
+Norms and biases have buffers of their own size: most of a model's tensors are such, and each would keep one of a few large
+buffers for as long as its requests wait behind large ones, while the drives run out of work (docs/0034).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import DeviceLink
 from lohan_fx.runtime.host_pool import Buffer, page_padded_bytes
 from lohan_fx.runtime.slots import STATE_DTYPE, Chunk, Held, Residency
@@ -18,12 +22,31 @@ Movement = tuple[str, int, torch.Tensor, int]
 """(extent, offset, memory, bytes) of one read or write."""
 
 ARRAYS = 5
+SMALL_ELEMENTS = 16 << 10
+"""A chunk of no more has a small buffer."""
+SMALL_BUFFERS = 8
 WHOLE = slice(None)
 
 
 def buffer_bytes(chunk_elements: int) -> int:
     """Bytes of a pool buffer for chunks of ``chunk_elements``."""
     return ARRAYS * page_padded_bytes(chunk_elements * STATE_DTYPE.itemsize)
+
+
+def small_buffers(windows: Windows) -> int:
+    """How many small buffers there are: none where a single buffer makes updates strictly one after the other."""
+    return SMALL_BUFFERS if windows.optimizer_buffers > 1 and windows.chunk_elements > SMALL_ELEMENTS else 0
+
+
+def purpose_of(elements: int, windows: Windows) -> str:
+    """Of which kind a chunk's pool buffer is."""
+    return "small" if elements <= SMALL_ELEMENTS and small_buffers(windows) else "optimizer"
+
+
+def states_bytes(windows: Windows) -> int:
+    """Bytes of all pool buffers for states."""
+    large = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
+    return large + small_buffers(windows) * buffer_bytes(SMALL_ELEMENTS)
 
 
 class StateBuffer:

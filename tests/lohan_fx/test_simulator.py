@@ -14,6 +14,9 @@ from lohan_fx import simulate, simulated_machine, timeline_chart
 from lohan_fx.meta import Cost, Phase
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
+from lohan_fx.runtime.machine import start_machine
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.timeline import Timeline
 from lohan_fx.simulated_machine import SimulatedMachine
 from tests import tiny
 from tests.lohan_fx.simulated import DECISIONS, PAGE, drive, lane, machine, run, second_each, windows
@@ -100,6 +103,18 @@ def test_with_one_optimizer_buffer_nothing_of_the_optimizer_overlaps() -> None:
     given = windows(gradient_bytes=1 << 20, optimizer_buffers=1, gradient_buffers=1)
     plan = plan_for(found := one_layer(12), Keep(), windows=given)
     assert run(found, plan, machine(d2h_bytes_per_s=1e12)).tail_s == pytest.approx(3 * (12 + 4 + 24), abs=1e-3)
+
+
+@pytest.mark.parametrize(("chunk_elements", "optimizer_buffers"), [(PAGE, 4), (1 << 20, 4), (1 << 20, 1)])
+def test_staging_buffers_are_those_of_the_runtime(chunk_elements: int, optimizer_buffers: int, tmp_path: Path) -> None:
+    given = windows(chunk_elements=chunk_elements, optimizer_buffers=optimizer_buffers)
+    simulated = SimulatedMachine(plan_for(one_layer(8), Keep(), windows=given), machine(device="cpu"), fused_adam=True)
+    with NvmeStore([tmp_path]) as store:
+        real = start_machine(store, torch.device("cpu"), Timeline(), given, 0)
+        counts = {purpose: shelf.count for purpose, shelf in real.pool._shelves.items() if purpose != "activations"}
+        real.close()
+    assert {purpose: shelf.count for purpose, shelf in simulated.pool.items()} == counts
+    assert (counts["small"] > 0) == (chunk_elements > PAGE and optimizer_buffers > 1)
 
 
 def test_a_piece_that_stands_for_several_requests_costs_a_processor_as_many() -> None:

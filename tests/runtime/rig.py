@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
 from lohan_fx.runtime.landing import Landing
@@ -15,7 +16,7 @@ from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot
-from lohan_fx.runtime.state_buffer import buffer_bytes
+from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
 from tests.runtime.faulty_backend import FaultyBackend
 
@@ -27,17 +28,34 @@ LANDING_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def machine(
-    directory: Path, backend: FaultyBackend | None = None, *, buffers: int = 2, shares_memory: bool = True
+    directory: Path,
+    backend: FaultyBackend | None = None,
+    *,
+    buffers: int = 2,
+    shares_memory: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Iterator[Machine]:
     """At the end every buffer must be back, apart from that of the activations, unless the test closed it all itself."""
+    windows = Windows(
+        fetch_bytes=LANDING_BYTES,
+        swap_in_bytes=LANDING_BYTES,
+        gradient_bytes=LANDING_BYTES,
+        chunk_elements=chunk_elements,
+        io_bytes=IO_BYTES,
+        io_buffers=buffers,
+        optimizer_buffers=buffers,
+        gradient_buffers=buffers,
+        swap_out_bytes=LANDING_BYTES,
+    )
     pool = HostPool(
         {
             "fetch": Reservation(buffers, IO_BYTES),
             "swap_in": Reservation(buffers, IO_BYTES),
             "swap_out": Reservation(buffers, IO_BYTES),
-            "gradients": Reservation(buffers, 4 * CHUNK_ELEMENTS),
-            "optimizer": Reservation(buffers, buffer_bytes(CHUNK_ELEMENTS)),
-            "compute": Reservation(1, buffer_bytes(CHUNK_ELEMENTS)),
+            "gradients": Reservation(buffers, 4 * chunk_elements),
+            "optimizer": Reservation(buffers, buffer_bytes(chunk_elements)),
+            "small": Reservation(small_buffers(windows), buffer_bytes(SMALL_ELEMENTS)),
+            "compute": Reservation(1, buffer_bytes(chunk_elements)),
             "activations": Reservation(1, ARENA_BYTES),
         }
     )
@@ -50,7 +68,7 @@ def machine(
         h2d=Lane("h2d"),
         d2h=Lane("d2h"),
         cpu=Lane("cpu"),
-        io_bytes=IO_BYTES,
+        windows=windows,
         landing=Landing(LANDING_BYTES),
     )
     try:

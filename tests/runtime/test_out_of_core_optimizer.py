@@ -20,7 +20,8 @@ from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
-from lohan_fx.runtime.slots import Residency
+from lohan_fx.runtime.slots import ParameterSlot, Residency
+from lohan_fx.runtime.state_buffer import SMALL_BUFFERS, SMALL_ELEMENTS
 from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
@@ -33,6 +34,8 @@ OPTIONS = AdamOptions(
 PATIENCE_S = 30.0
 ELEMENTS = 3 * CHUNK_ELEMENTS + 77
 """Four chunks, the last one short: more than there are buffers."""
+LARGE = 2 * SMALL_ELEMENTS
+"""Chunks so large that small ones have buffers of their own."""
 
 
 class Rig:
@@ -41,20 +44,21 @@ class Rig:
     def __init__(self, machine: Machine, backend: FaultyBackend, *, compute: torch.dtype, window_bytes: int) -> None:
         self.machine = machine
         self.backend = backend
+        chunk_elements = machine.windows.chunk_elements
         self.slots = {
-            0: parameter("long", ELEMENTS, slot=0, compute=compute),
+            0: parameter("long", 3 * chunk_elements + 77, slot=0, compute=compute),
             1: parameter("small", 5, 5, slot=1, compute=compute),
         }
         self.residency = {slot: Residency() for slot in self.slots}
         self.states = States(machine.store, self.slots, self.residency)
-        self.states.chunk_elements = CHUNK_ELEMENTS
+        self.states.chunk_elements = chunk_elements
         self.gradients = HeldGradients(self.states, self.slots, self.residency)
         self.optimizer = OutOfCoreOptimizer(
-            machine, self.slots, self.residency, chunk_elements=CHUNK_ELEMENTS, window_bytes=window_bytes
+            machine, self.slots, self.residency, chunk_elements=chunk_elements, window_bytes=window_bytes
         )
         self.expected = {}
         for slot, found in self.slots.items():
-            machine.store.allocate(found.extents(CHUNK_ELEMENTS))
+            machine.store.allocate(found.extents(chunk_elements))
             value = torch.randn(found.shape, generator=torch.Generator().manual_seed(slot))
             self.states.write_parameter(slot, value)
             self.expected[slot] = nn.Parameter(value)
@@ -95,9 +99,13 @@ def shares_memory(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(
+    params=[(torch.float32, CHUNK_ELEMENTS), (torch.bfloat16, CHUNK_ELEMENTS), (torch.bfloat16, LARGE)],
+    ids=["fp32", "bf16", "bf16, with small buffers"],
+)
 def any_rig(request: pytest.FixtureRequest, tmp_path: Path, shares_memory: bool) -> Iterator[Rig]:
-    yield from rigged(tmp_path, compute=request.param, shares_memory=shares_memory)
+    compute, chunk_elements = request.param
+    yield from rigged(tmp_path, compute=compute, shares_memory=shares_memory, chunk_elements=chunk_elements)
 
 
 @pytest.fixture
@@ -111,9 +119,10 @@ def rigged(
     compute: torch.dtype = torch.float32,
     window_bytes: int = 1 << 30,
     shares_memory: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Iterator[Rig]:
     backend = FaultyBackend()
-    with machine(directory, backend, shares_memory=shares_memory) as made:
+    with machine(directory, backend, shares_memory=shares_memory, chunk_elements=chunk_elements) as made:
         yield Rig(made, backend, compute=compute, window_bytes=window_bytes)
 
 
@@ -262,6 +271,32 @@ def test_a_parameter_of_no_elements(tmp_path: Path) -> None:
 
 
 # --- the window -----------------------------------------------------------------------------------------------
+
+
+def test_small_chunks_do_not_wait_for_large_buffers(tmp_path: Path) -> None:
+    """Twice as many norms as there are small buffers, while both large ones are taken; then large and small in turns."""
+    with machine(tmp_path, chunk_elements=LARGE) as made:
+        sizes = [5] * (2 * SMALL_BUFFERS) + [SMALL_ELEMENTS, SMALL_ELEMENTS + 1, 3 * LARGE + 5, 7, LARGE, 9] * 2
+        slots = {slot: parameter(f"p{slot}", size, slot=slot) for slot, size in enumerate(sizes)}
+        residency = {slot: Residency() for slot in slots}
+        states = States(made.store, slots, residency)
+        states.chunk_elements = LARGE
+        for slot, found in slots.items():
+            made.store.allocate(found.extents(LARGE))
+            states.write_parameter(slot, torch.full(found.shape, 0.5))
+        optimizer = OutOfCoreOptimizer(made, slots, residency, chunk_elements=LARGE, window_bytes=1 << 30)
+
+        def update(updated: dict[int, ParameterSlot]) -> None:
+            for slot, found in updated.items():
+                optimizer.offer(slot, torch.ones(found.shape), Purpose.APPLY, OPTIONS)
+            optimizer.barrier(PATIENCE_S)
+
+        with made.pool.acquire("optimizer"), made.pool.acquire("optimizer"):
+            update({slot: found for slot, found in slots.items() if found.numel <= SMALL_ELEMENTS})
+        update({slot: found for slot, found in slots.items() if found.numel > SMALL_ELEMENTS})
+        update(slots)
+        assert {found.updates for found in residency.values()} == {2}
+        assert len({states.read_parameter(slot)[-1].item() for slot in slots}) == 1
 
 
 def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path, shares_memory: bool) -> None:
