@@ -95,6 +95,7 @@ def nothing_is_out(engine: Engine) -> None:
         "swap_out": 0,
         "gradients": 0,
         "optimizer": 0,
+        "small": 0,
         "compute": 0,
     }
     assert not ops._expected.arrivals
