@@ -14,7 +14,8 @@ from torch.fx.graph import _BoxedCodeGen
 from lohan_fx import meta, ops
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.room import Room
+from lohan_fx.runtime.workspace import Workspace
 
 
 class Buffered:

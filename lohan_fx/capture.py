@@ -27,7 +27,8 @@ from lohan_fx.plan import Plan
 from lohan_fx.reached import Sources, noting_undefined, sources_of
 from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.room import Room
+from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.shell import Shell
 
 Replan = Callable[[Request], Plan]

@@ -27,6 +27,7 @@ from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.reached import Sources, reached
@@ -34,7 +35,8 @@ from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.room import Room
+from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.self_check import SelfCheck, corrected, corrections, may_be_beaten, scaled, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
@@ -255,7 +257,13 @@ class CompiledModel:
         """Rewritten graphs are there. The runtime gets ready for them before the first one runs, not now: tracing is
         under way, and every tensor made here would be a fake one."""
         self._unconfigured.append(
-            functools.partial(self.engine.configure, plan, swap_sizes_bytes=swap_sizes, activation_slots=slots)
+            functools.partial(
+                self.engine.configure,
+                plan,
+                swap_sizes_bytes=swap_sizes,
+                activation_slots=slots,
+                brought_bytes=brought_bytes(halves, plan) if plan.device == "cpu" else 0,
+            )
         )
         if replan is not None:
             # Corrected from the steps of one graph alone: with several, none of them explains the measurements.

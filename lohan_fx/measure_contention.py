@@ -27,10 +27,10 @@ from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.measure_nvme import measure_drives
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
-from lohan_fx.runtime.landing import LEAST_BYTES, Landing
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import SSD_THREADS, use_threads
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.room import LEAST_BYTES, Room
 from lohan_fx.runtime.timeline import Timeline
 
 SIZES = (PAGE_BYTES, 4 << 20)
@@ -119,7 +119,8 @@ def _lost_to_asking_s(directory: Path, dtype: torch.dtype, seconds: float) -> fl
         NvmeStore([Path(place)]) as store,
         Lane("io", threads=SSD_THREADS, timeline=Timeline(), initializer=partial(use_threads, 1)) as lane,
     ):
-        landing, threads = Landing(2 * AHEAD * LEAST_BYTES), torch.get_num_threads()
+        landing, threads = Room(), torch.get_num_threads()
+        landing.reserve(2 * AHEAD * LEAST_BYTES)
         store.allocate({"x": LEAST_BYTES})
 
         def read(memory: torch.Tensor, arrival: Arrival) -> None:

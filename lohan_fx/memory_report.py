@@ -176,9 +176,13 @@ class MemoryAccounts:
             (HOLES, peak.process.free_bytes),
         ]
 
-    def _note(self) -> None:
-        self._peak = self._read()
+    def _note(self) -> int:
+        found = self._read()
+        # A graph that ends meanwhile gives back more than books may be off by; then those before tell more of the peak.
+        if self._peak is None or found.process.rss_bytes >= self._peak.process.rss_bytes:
+            self._peak = found
         self._stale = True
+        return found.process.rss_bytes
 
     def _read(self) -> _Books:
         stage, op, use = self._stage, _running(self._thread), self._use()

@@ -3,9 +3,8 @@
 Requires: annotated graphs, rewritten and scheduled, for a CPU; ``halves.assigned`` where values have places.
 Ensures: a value; the graphs are unchanged.
 
-What drives bring, what outlives a graph and what dies in it have a stretch each, and the rest has the heap, with what
-exceeds the first of these stretches. All four stay in RAM as far as they were ever used, and they are not fullest at one
-moment.
+What drives bring, what outlives a graph and what dies in it have a stretch each, and the rest has the heap. All four stay in
+RAM as far as they were ever used, and they are not fullest at one moment.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ _Names = Mapping[str, frozenset[str]]
 def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) -> int:
     """Bytes of all stretches, as far as they are used, and of the heap. With ``transit``, what is not there yet counts
     nowhere, although it has its place."""
-    brought = {
-        half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()
-    }
+    brought = _brought(halves)
     outliving = _outliving(halves)
     placed = {
         half: brought[half]
@@ -36,15 +33,11 @@ def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) ->
         for half in brought
     }
     heap = {half: names - placed[half] for half, names in _every(halves).items()}
-    landing = plan.windows.fetch_bytes + plan.windows.swap_in_bytes
     coming = {} if transit is None else dict(_coming(halves, transit))
-    most_brought = most_heap = 0
-    pairs = zip(_at_each_op(halves, plan, brought, transit), _alive(halves, plan, heap, transit), strict=True)
-    for (half, op, there), other in pairs:
-        arrived = there - coming.get((half, op), 0)
-        most_brought = max(most_brought, min(arrived, landing))
-        most_heap = max(most_heap, other + max(0, arrived - landing))
-    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + most_brought + most_heap
+    there = _at_each_op(halves, plan, brought, transit)
+    arrived = max(0, *(nbytes - coming.get((half, op), 0) for half, op, nbytes in there))
+    in_heap = max(_alive(halves, plan, heap, transit))
+    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + arrived + in_heap
 
 
 def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str], int]]:
@@ -57,9 +50,18 @@ def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str],
         yield (half, "inputs"), nbytes
 
 
+def brought_bytes(halves: Halves, plan: Plan) -> int:
+    """The most that lives at once of what drives bring, from where that is asked for."""
+    return max(_alive(halves, plan, _brought(halves)))
+
+
 def outliving_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) -> int:
     """The most that lives at once of the values that outlive their graph, which get places as they are made."""
     return max(_alive(halves, plan, _outliving(halves), transit)) if halves.assigned else 0
+
+
+def _brought(halves: Halves) -> _Names:
+    return {half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()}
 
 
 def _outliving(halves: Halves) -> _Names:

@@ -32,12 +32,13 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.parameter_stream import ParameterStream
 from lohan_fx.runtime.resident_limit import ResidentLimit
+from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.states import States
 from lohan_fx.runtime.step_updates import StepUpdates
 from lohan_fx.runtime.timeline import Timeline
 from lohan_fx.runtime.wear import Wear
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.workspace import Workspace
 
 OPTIMIZER_STATES = "optimizer states"
 """What ``restored`` calls the moments of all parameters."""
@@ -76,15 +77,19 @@ class Engine:
 
     # --- setting up -------------------------------------------------------------------------------------------
 
-    def configure(self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int]) -> None:
+    def configure(
+        self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int], brought_bytes: int
+    ) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
+        ``brought_bytes``: the most that lives at once of what drives bring to host memory.
 
         The first plan fixes the staging buffers; a later one (another input shape) only adds places. Raises ``StepError``
         where updates of a step that is half done may be on their way to what is moved here.
         """
         self.micro_batches.forward_begins()
         if self._machine is None:
-            self._set_up(plan)
+            self._machine = self._set_up(plan)
+        self._machine.landing.reserve(brought_bytes)
         ops.bind(activation_slots, self)
         self._activation_slots.extend(activation_slots)
         if any(isinstance(a.decision, Swap) for a in plan.activations):
@@ -97,21 +102,22 @@ class Engine:
         if plan.prediction is not None:
             self.wear.expect(plan.prediction.nvme_write_bytes)
 
-    def _set_up(self, plan: Plan) -> None:
+    def _set_up(self, plan: Plan) -> Machine:
         windows = plan.windows
         arena_bytes = sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
-        self._machine = start_machine(self.store, self.device, self.timeline, windows, arena_bytes)
-        arena = HostArena(self._machine.pool.acquire("activations").tensor if arena_bytes else None)
-        self._swap = ActivationSwap(self._machine, arena)
+        machine = start_machine(self.store, self.device, self.timeline, windows, arena_bytes)
+        arena = HostArena(machine.pool.acquire("activations").tensor if arena_bytes else None)
+        self._swap = ActivationSwap(machine, arena)
         optimizer = OutOfCoreOptimizer(
-            self._machine,
+            machine,
             self.slots,
             self.residency,
             chunk_elements=windows.chunk_elements,
             window_bytes=windows.gradient_bytes,
         )
-        self.updates.connect(optimizer, shares_memory=self._machine.link.shares_memory)
-        self._stream = ParameterStream(self._machine, self.slots, self.residency, optimizer.pending)
+        self.updates.connect(optimizer, shares_memory=machine.link.shares_memory)
+        self._stream = ParameterStream(machine, self.slots, self.residency, optimizer.pending)
+        return machine
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """End the threads, free the memory, close the store and remove its files. Idempotent.

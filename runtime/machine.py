@@ -13,9 +13,9 @@ import torch
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
-from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
 
@@ -44,7 +44,7 @@ class Machine:
     d2h: Lane
     cpu: Lane
     windows: Windows
-    landing: Landing
+    landing: Room
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +118,6 @@ def start_machine(
         },
         pin=device.type == "cuda",
     )
-    # Values that are read in place: as many as may be on their way, which the plan counts with the graphs.
-    landing_bytes = windows.fetch_bytes + windows.swap_in_bytes
     # A lane's copies use one thread each: the compute threads keep the cores. So does Adam, unless a GPU computes.
     one_thread = functools.partial(use_threads, 1)
     adam_threads = 1 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - OTHER_THREADS)
@@ -134,7 +132,7 @@ def start_machine(
         d2h=Lane("d2h", initializer=one_thread),
         cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
         windows=windows,
-        landing=Landing(landing_bytes if device.type == "cpu" else 0),
+        landing=Room(),
     )
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
     torch.set_num_threads(compute_threads)

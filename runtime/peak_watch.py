@@ -3,7 +3,8 @@
 Guarantees: between two looks lie ``INTERVAL_S``, whatever the graph is doing, also within an op; below the peak a look
 costs some 10 microseconds. ``note`` runs on the watch's thread. ``stop`` returns once it will not run any more.
 
-Assumes: ``note`` is quick and takes no lock that a thread holds while it waits for ours.
+Assumes: ``note`` is quick and takes no lock that a thread holds while it waits for ours. It returns the resident bytes that it
+noted: memory may be gone again by then, and the peak is looked for until a note has it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STOP_TIMEOUT_S = 10.0
 class PeakWatch:
     """Calls ``note`` while resident memory rises; begins at once."""
 
-    def __init__(self, note: Callable[[], None]) -> None:
+    def __init__(self, note: Callable[[], int]) -> None:
         self._note = note
         self._noted_bytes = 0
         self._stopping = threading.Event()
@@ -52,9 +53,8 @@ class PeakWatch:
             found_bytes = resident_bytes()
             if found_bytes < self._noted_bytes + max(STEP_BYTES, int(STEP_SHARE * self._noted_bytes)):
                 continue
-            self._noted_bytes = found_bytes
             try:
-                self._note()
+                self._noted_bytes = max(self._noted_bytes, self._note())
             except BaseException as error:  # raised to whoever asks for the table
                 self._error = error
                 return

@@ -1,13 +1,10 @@
-"""workspace: host memory for the values of graphs: one stretch for what they make and use up themselves, and room for what
-outlives them.
+"""workspace: one stretch of host memory for what graphs make and use up themselves. What outlives them has ``room``.
 
 Guarantees: one graph has it at a time; another one that runs meanwhile is told so, and takes its memory elsewhere. It has
 the size that was asked for last, and does not move while a graph has it. All of it is resident from the first use on, so
 that it does not grow within a step. Any thread.
 
 Assumes: what lies in it is not read after the graph has ended.
-
-``Room`` has a place for any value until that dies, in a stretch of fixed size, and in the heap where that is full.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from collections.abc import Iterator
 import torch
 
 from lohan_fx.runtime.huge_pages import map_memory
-from lohan_fx.runtime.landing import Landing
 
 
 class Workspace:
@@ -72,39 +68,3 @@ class Workspace:
             memory = torch.frombuffer(region, dtype=torch.uint8, count=nbytes, offset=begin)
             memory.zero_()
         self._region, self._memory = region, memory
-
-
-class Room:
-    """Places for values that outlive the graph that makes them. It takes memory as far as values were in it, and gives that
-    back when asked (``return_free_memory``, by the thread that runs the graphs)."""
-
-    SPARE = 1 / 8
-    """More than lives in it at once: places are whole pages, and what is free lies between what is not."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-        self._landing: Landing | None = None
-
-    def reserve(self, nbytes: int) -> None:
-        """``nbytes`` of values will live in it at once. Counts until the first value is made."""
-        self._nbytes = max(self._nbytes, nbytes + int(self.SPARE * nbytes))
-
-    def like(self, value: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor of the shape, strides and dtype of ``value``, of any content."""
-        if self._landing is None:
-            self._landing = Landing(self._nbytes)
-        return self._landing.like(value)
-
-    def place(self) -> tuple[int, int]:
-        """(address, bytes), in RAM as far as it was used."""
-        return (0, 0) if self._landing is None else self._landing.place()
-
-    def return_free_memory(self) -> None:
-        if self._landing is not None:
-            self._landing.return_free_memory()
-
-    def close(self) -> None:
-        """Give all memory back, once the last value in it has died."""
-        if self._landing is not None:
-            self._landing.close()
-        self._landing = None

@@ -10,7 +10,7 @@ import torch
 from lohan_fx import measure_contention
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.measure_contention import LEAST_S, lost_to_requests
-from lohan_fx.runtime.landing import LEAST_BYTES
+from lohan_fx.runtime.room import LEAST_BYTES
 
 
 def test_both_are_positive_and_the_directory_is_empty_after(tmp_path: Path) -> None:

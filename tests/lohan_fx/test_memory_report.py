@@ -79,6 +79,17 @@ def test_gradients_that_wait_are_no_values_at_work(accounts: MemoryAccounts, run
     del made
 
 
+def test_books_of_less_memory_do_not_replace_those_nearer_to_the_peak(accounts: MemoryAccounts) -> None:
+    accounts.stage("forward")
+    made = block()
+    await_peak(accounts, "forward")
+    accounts.stage("backward")
+    del made
+    process_memory.return_free_memory()
+    assert accounts._note() < process_memory.peak_rss_bytes() - BLOCK_BYTES // 2
+    assert accounts.report(None, 0).stage == "forward"
+
+
 def test_nobody_has_watched() -> None:
     with pytest.raises(ValueError, match=r"nobody has watched.*lohan_fx\.Monitor"):
         MemoryAccounts(MemoryUse, process_memory.now(), 0).report(None, 0)

@@ -35,7 +35,8 @@ from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.request import Request
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.room import Room
+from lohan_fx.runtime.workspace import Workspace
 from tests.passes import graphs
 from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
 from tests.passes.graphs import Captured, captured, graph_of, nodes, plan_for, rewrite

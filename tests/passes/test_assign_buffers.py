@@ -26,7 +26,8 @@ from lohan_fx.passes.assign_buffers import (
 from lohan_fx.passes.halves import Assignment, Halves
 from lohan_fx.passes.liveness import device_peaks, storage_of
 from lohan_fx.passes.touched_values import outliving_bytes
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.room import Room
+from lohan_fx.runtime.workspace import Workspace
 from tests.passes.fake_runtime import (
     SEED,
     FakeRuntime,

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from lohan_fx import ops
 from lohan_fx.passes.assign_buffers import assign_buffers, shared_bytes
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import alive, device_peak
-from lohan_fx.passes.touched_values import _alive, _every, _outliving, outliving_bytes, touched_bytes
+from lohan_fx.passes.touched_values import _alive, _every, _outliving, brought_bytes, outliving_bytes, touched_bytes
 from lohan_fx.plan import Plan
 from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
 
@@ -72,19 +71,13 @@ def alive_of(halves: Halves, plan: Plan) -> list[tuple[str, str, int]]:
     return list(alive(halves, plan, elsewhere=others))
 
 
-def test_what_the_stretch_for_drives_cannot_hold_is_the_heaps() -> None:
+def test_what_drives_bring_has_a_stretch_of_its_own_whatever_is_fetched_ahead() -> None:
     halves, plan = graphs("swap-nvme")
     assign_buffers(halves, plan, room_bytes=1 << 30)
-    brought = {
-        half: frozenset(n.name for n in gm.graph.nodes if n.target in ops.STARTS) for half, gm in halves.graphs()
-    }
-    most = max(_alive(halves, plan, brought))
-
-    def touched(landing_bytes: int) -> int:
-        windows = dataclasses.replace(plan.windows, fetch_bytes=landing_bytes, swap_in_bytes=0)
-        return touched_bytes(halves, dataclasses.replace(plan, windows=windows))
-
-    stretches = shared_bytes(halves.assigned) + outliving_bytes(halves, plan)
-    assert touched(most) >= stretches + most
-    assert touched(2 * most) == touched(most)  # only what is used
-    assert stretches <= touched(0) <= touched(most)  # in the heap the bytes of what has died serve again
+    most = brought_bytes(halves, plan)
+    assert most >= max(p.bytes for p in plan.parameters)
+    assert touched_bytes(halves, plan) >= shared_bytes(halves.assigned) + outliving_bytes(halves, plan) + most
+    none = dataclasses.replace(
+        plan.windows, fetch_bytes=0, swap_in_bytes=0
+    )  # what is brought just in time is brought too
+    assert brought_bytes(halves, dataclasses.replace(plan, windows=none)) == most

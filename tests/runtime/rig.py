@@ -11,10 +11,10 @@ import torch
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
-from lohan_fx.runtime.landing import Landing
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.slots import ParameterSlot
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
@@ -69,8 +69,9 @@ def machine(
         d2h=Lane("d2h"),
         cpu=Lane("cpu"),
         windows=windows,
-        landing=Landing(LANDING_BYTES),
+        landing=Room(),
     )
+    made.landing.reserve(LANDING_BYTES)
     try:
         yield made
         made.drain(60.0)

@@ -43,7 +43,12 @@ def memory(monkeypatch: pytest.MonkeyPatch, leak_check: None) -> Iterator[Memory
 
 def test_a_note_for_each_new_peak(memory: Memory) -> None:
     notes: list[int] = []
-    watch = PeakWatch(lambda: notes.append(memory.bytes))
+
+    def note() -> int:
+        notes.append(memory.bytes)
+        return memory.bytes
+
+    watch = PeakWatch(note)
     memory.await_looks(3)
     first = memory.bytes
     memory.bytes += STEP_BYTES // 2
@@ -63,8 +68,22 @@ def test_a_note_for_each_new_peak(memory: Memory) -> None:
     watch.raise_error()
 
 
+def test_a_peak_that_was_gone_before_it_was_noted_is_looked_for_again(memory: Memory) -> None:
+    low, noted = memory.bytes, threading.Semaphore(0)
+
+    def late() -> int:
+        noted.release()
+        return low
+
+    watch = PeakWatch(late)
+    memory.bytes = 2 * low
+    for _ in range(3):
+        assert noted.acquire(timeout=LONG_S)
+    watch.stop()
+
+
 def test_what_a_note_raises_is_told_to_who_asks(memory: Memory) -> None:
-    def note() -> None:
+    def note() -> int:
         raise ZeroDivisionError("no book")
 
     watch = PeakWatch(note)

@@ -1,4 +1,4 @@
-"""workspace: one graph at a time, resident when used, and gone when given back; room for what outlives a graph."""
+"""workspace: one graph at a time, resident when used, and gone when given back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import torch
 
 from lohan_fx.process_memory import resident_bytes
-from lohan_fx.runtime.workspace import Room, Workspace
+from lohan_fx.runtime.workspace import Workspace
 
 MIB = 1 << 20
 
@@ -78,50 +78,3 @@ def test_nothing_takes_nothing() -> None:
         with workspace.borrowed(0) as memory:
             assert memory is not None and memory.numel() == 0
     assert workspace.place() == (0, 0)
-
-
-def test_what_outlives_a_graph_has_a_place_until_it_dies() -> None:
-    room = Room()
-    room.reserve(4 * MIB)
-    value = torch.empty(300, 400, dtype=torch.bfloat16, device="meta").t()
-    made = [room.like(value) for _ in range(3)]
-    address, nbytes = room.place()
-    assert nbytes >= 4 * MIB
-    for one in made:
-        assert one.shape == value.shape and one.stride() == value.stride() and one.dtype is value.dtype
-        assert address <= one.data_ptr() < address + nbytes
-        assert one.untyped_storage().nbytes() == one.nbytes  # it is whole: a gradient may be held as it is
-        one.fill_(1)
-    kept, taken = made[0], made[1].data_ptr()
-    del made, one
-    assert room.like(value).data_ptr() == taken  # the place of one that has died
-    assert kept.eq(1).all()
-
-
-def test_what_it_has_no_room_for_lies_in_the_heap() -> None:
-    room = Room()
-    room.reserve(MIB)
-    value = torch.empty(MIB, dtype=torch.float32, device="meta")
-    made = room.like(value)
-    address, nbytes = room.place()
-    assert made.shape == value.shape and not address <= made.data_ptr() < address + nbytes
-
-
-def test_room_gives_back_what_is_free() -> None:
-    room = Room()
-    room.reserve(16 * MIB)
-    kept, other = (room.like(torch.empty(6 * MIB, dtype=torch.uint8, device="meta")).fill_(1) for _ in range(2))
-    address, nbytes = room.place()
-    before = resident_bytes(address, nbytes)
-    del other
-    room.return_free_memory()
-    assert resident_bytes(address, nbytes) <= before - 4 * MIB
-    assert kept.eq(1).all()
-
-
-def test_a_value_survives_the_room() -> None:
-    room = Room()
-    room.reserve(4 * MIB)
-    kept = room.like(torch.empty(MIB, dtype=torch.uint8, device="meta")).fill_(3)
-    room.close()
-    assert room.place() == (0, 0) and kept.eq(3).all()

@@ -1,0 +1,131 @@
+"""room: host memory for values that live until nobody views them any more, in one stretch of huge pages.
+
+Where host and device share memory, a fetched parameter or a returning activation is not copied: the read goes into the
+value itself. And what a graph makes and leaves behind is written where it stays. The heap would hand the same pages out and
+take them back, a fault each time; its pages are small ones, and its holes cannot be foreseen.
+
+Guarantees: a place is free again when the last view of its value died; where nothing is free, the heap takes the value.
+Resident as far as touched. Any thread. Assumes: what is read into a place has arrived before its value dies (``ops.expect``
+holds it).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from lohan_fx.runtime.host_arena import HostArena, Region
+from lohan_fx.runtime.host_pool import page_padded_bytes
+from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_memory
+
+LEAST_BYTES = 64 << 10
+"""Values of fewer bytes are a page or a few: what huge pages save there is less than finding a place costs."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, which it takes a call of torch to tell."""
+    return torch.empty(shape, device="meta").stride()
+
+
+class Room:
+    """Places for values; for none until some are foreseen (``reserve``)."""
+
+    SPARE = 1 / 8
+    """More than lives in it at once: places are whole pages, and what is free lies between what is not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._foreseen_bytes = self._nbytes = 0
+        self._region: mmap.mmap | None = None
+        self._begin = self._address = self._values = 0
+        self._arena = HostArena(None)
+        self._left: deque[Region] = deque()
+
+    def reserve(self, nbytes: int) -> None:
+        """``nbytes`` of values will live in it at once, or what was said before if that is more. Counts from the next value
+        on that is made while none lives: the stretch does not move under them."""
+        self._foreseen_bytes = max(self._foreseen_bytes, nbytes + int(self.SPARE * nbytes))
+
+    def on_pages(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dense CPU tensor that begins on a page, and all its pages as uint8: what O_DIRECT reads into."""
+        nbytes = page_padded_bytes(shape.numel() * dtype.itemsize)
+        memory = self._place(nbytes)
+        if memory is not None:
+            # Each call of torch lets other threads have the interpreter, and waits to get it back; ``frombuffer`` does not.
+            value = torch.frombuffer(memory, dtype=dtype, count=shape.numel())
+            return value.as_strided_(shape, stride or _contiguous(shape)), torch.frombuffer(memory, dtype=torch.uint8)
+        raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+        begin = -raw.data_ptr() % PAGE_BYTES
+        value = torch.empty(0, dtype=dtype)
+        # Not a view, which would keep a second tensor and its version counter beside the parameter's.
+        value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, stride or _contiguous(shape))
+        return value, raw[begin : begin + nbytes]
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor of the shape, strides and dtype of ``value``, which is dense; its storage holds nothing else."""
+        memory = self._place(value.numel() * value.element_size())
+        if memory is None:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        made = torch.frombuffer(memory, dtype=value.dtype, count=value.numel())
+        return made.as_strided_(value.shape, value.stride())
+
+    def _place(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
+        """Memory of ``nbytes`` that nobody else has, or None; the death of what is made of it frees the place."""
+        if nbytes < LEAST_BYTES:
+            return None
+        with self._lock:
+            self._clear()
+            if self._foreseen_bytes > self._nbytes and not self._values:
+                self._map()
+            region = self._arena.take(nbytes)
+            if region is None:
+                return None
+            self._values += 1
+            memory = (ctypes.c_uint8 * nbytes).from_address(self._address + region.offset)
+            # Storages hold ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
+            # holds a lock; so it only takes a note.
+            weakref.finalize(memory, self._left.append, region).atexit = False
+            return memory
+
+    def _map(self) -> None:
+        self._nbytes = self._foreseen_bytes
+        self._region, self._begin = map_memory(self._nbytes)
+        memory = torch.frombuffer(self._region, dtype=torch.uint8, count=self._nbytes, offset=self._begin)
+        self._arena, self._address = HostArena(memory), memory.data_ptr()
+
+    def _clear(self) -> None:
+        while self._left:
+            self._arena.give_back(self._left.popleft())
+            self._values -= 1
+
+    def place(self) -> tuple[int, int]:
+        """(address, bytes) of the stretch, in RAM as far as it was touched; (0, 0) for none."""
+        with self._lock:
+            return (self._address, self._nbytes) if self._region is not None else (0, 0)
+
+    def return_free_memory(self) -> None:
+        """Give the huge pages that no value lies in back to the system."""
+        with self._lock:
+            self._clear()
+            for offset, nbytes in self._arena.holes() if self._region is not None else ():
+                begin = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+                end = (offset + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+                if end > begin and self._region is not None:
+                    self._region.madvise(mmap.MADV_DONTNEED, self._begin + begin, end - begin)
+
+    def close(self) -> None:
+        """Give the memory back, once the last value in it has died. What is made from now on is the heap's."""
+        with self._lock:
+            self._foreseen_bytes = self._nbytes = self._values = 0
+            self._region = None
+            self._arena = HostArena(None)
+            self._left = deque()  # what still lives takes its note elsewhere
