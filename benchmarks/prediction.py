@@ -30,6 +30,7 @@ from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core
 
 import lohan_fx
 from lohan_fx import op_times
+from lohan_fx.budgets import mean_request_bytes
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.measure_contention import few_ops, runs_per_s
@@ -77,7 +78,7 @@ def child(case: Case, args: argparse.Namespace) -> None:
     for number in range(args.passes):
         hw = compiled(ours.model).request().hw
         if number:  # the peak is that of the first pass: measuring takes memory, too
-            hw = profile(args).at_requests(ours.plan.windows.io_bytes)
+            hw = profile(args).at_requests(mean_request_bytes(ours.plan.parameters, ours.plan.windows))
             time_again(ours.model)
         passes.append(one_pass(ours, monitor, hw, args.steps, WARM_UP if number == 0 else 1))
         if number == 0:

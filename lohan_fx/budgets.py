@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from lohan_fx.cost_models.lohan import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Windows
+from lohan_fx.plan import ParameterPlan, Windows
 from lohan_fx.plan_builder import layer_of_parameter
-from lohan_fx.problem import Budgets, ParameterFacts
+from lohan_fx.problem import SMALL_PARAMETER_ELEMENTS, Budgets, ParameterFacts
 from lohan_fx.runtime.state_buffer import buffer_bytes, states_bytes
 
 MIB = 1 << 20
@@ -99,6 +100,24 @@ def largest_layer(parameters: Sequence[ParameterFacts]) -> tuple[int, int]:
         nbytes[layer] = nbytes.get(layer, 0) + parameter.bytes
         elements[layer] = elements.get(layer, 0) + parameter.numel * parameter.trainable
     return max(nbytes.values(), default=0), max(elements.values(), default=0)
+
+
+def mean_request_bytes(parameters: Iterable[ParameterFacts | ParameterPlan], windows: Windows) -> int:
+    """The mean read or write of a step that streams ``parameters`` and their states: requests end where tensors do.
+
+    What a request takes grows with its bytes and begins above nothing, so drives take for many what they take for as many of
+    their mean size. Norms and biases do not count: they stay in memory where anything does.
+    """
+    total_bytes = requests = 0
+    for p in parameters:
+        if p.numel <= SMALL_PARAMETER_ELEMENTS:
+            continue
+        if p.trainable:  # master and moments are read and written, the compute-dtype copy is written
+            total_bytes += 2 * STATE_BYTES * p.numel + p.bytes
+            requests += 5 * -(-p.numel // windows.chunk_elements)
+        total_bytes += 2 * p.bytes  # fetched by the forward and by the backward
+        requests += 2 * -(-p.bytes // windows.io_bytes)
+    return total_bytes // requests if requests else windows.io_bytes
 
 
 def staging_bytes(windows: Windows, *, shared: bool = False) -> int:

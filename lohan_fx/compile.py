@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lohan_fx import inductor, ops, process_memory
-from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, parse_bytes
+from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, mean_request_bytes, parse_bytes
 from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
@@ -124,7 +124,7 @@ def compile(
     budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes)
     check_largest(facts, budgets.device_memory_bytes)
     request = Request(
-        hw=hw.at_requests(windows.io_bytes),
+        hw=hw.at_requests(mean_request_bytes(facts, windows)),
         policy=policy,
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(compute_dtype),

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from lohan_fx import meta
-from lohan_fx.budgets import UNLIMITED_SHARE, choose_windows, default_host_memory_bytes, make_budgets
+from lohan_fx.budgets import (
+    UNLIMITED_SHARE,
+    choose_windows,
+    default_host_memory_bytes,
+    make_budgets,
+    mean_request_bytes,
+)
 from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture
@@ -181,7 +187,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
     host = asked.host_memory_bytes or most
     windows = choose_windows(host, capture.facts, shared=hw.device == "cpu", drives=max(1, len(hw.nvme)))
     return Request(
-        hw=hw.at_requests(windows.io_bytes),
+        hw=hw.at_requests(mean_request_bytes(capture.facts, windows)),
         policy=asked.policy,
         compute_dtype=str(asked.compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(asked.compute_dtype),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lohan_fx import cost
+from lohan_fx.budgets import mean_request_bytes
 from lohan_fx.cost_models import lohan
 from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.forecast import Forecast
@@ -40,7 +41,7 @@ def formulas(found: Forecast) -> tuple[CostModel, ...]:
 def symbol_values(found: Forecast) -> dict[str, float]:
     """What the symbols of all cost models stand for: ``lohan_fx.cost``'s names and the papers'."""
     plan, work = found.plan, found.work
-    hw = found.asked.hw.at_requests(plan.windows.io_bytes)
+    hw = found.asked.hw.at_requests(mean_request_bytes(plan.parameters, plan.windows))
     ours = cost.values(work, hw)
     parameters = float(sum(p.numel for p in plan.parameters))
     trained = sum(p.numel for p in plan.parameters if p.trainable)

@@ -146,6 +146,9 @@ class HardwareProfile:
     io_core_s_per_request: Annotated[float, "seconds that compute loses to a read or write of any size"] = 1.5e-4
     io_core_s_per_byte: Annotated[float, "the same per byte read or written"] = 6e-11
     handover_s: Annotated[float, "seconds that a CPU's compute takes to hand a transfer to the lanes"] = 1e-9  # none
+    clearing_s_per_byte: Annotated[
+        float, "seconds that a CPU's compute takes longer on memory fresh from the kernel"
+    ] = 1e-15  # none
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -40,6 +40,7 @@ _MATMUL_SHARE = 0.06
 _BANDWIDTH_SHARE = 0.04
 _ADAM_SHARE = 0.05
 _OVERHEAD_SHARE = 0.02
+_CLEARING_SHARE = 0.02
 _LOST_SHARE = 0.2
 _DRIVES_SHARE = 0.4
 
@@ -106,6 +107,7 @@ def _rates(device: str, seconds: float, announce: Announce) -> dict[str, Any]:
         "d2h_bytes_per_s": (_d2h_bytes_per_s, _BANDWIDTH_SHARE),
         "adam_parameters_per_s": (_adam_parameters_per_s, _ADAM_SHARE),
         "op_overhead_s": (_op_overhead_s, _OVERHEAD_SHARE),
+        "clearing_s_per_byte": (_clearing_s_per_byte, _CLEARING_SHARE),
     }
     found: dict[str, list[float]] = {field: [] for field in measured}
     for number in range(1, _ROUNDS + 1):
@@ -224,6 +226,19 @@ def _op_overhead_s(device: str, seconds: float) -> float:
             torch.add(small, small)
 
     return _median_seconds(run, device, seconds) / _OPS_PER_RUN
+
+
+def _clearing_s_per_byte(device: str, seconds: float) -> float:
+    """What an op takes longer to fill memory that the kernel clears page by page as it is touched, as all blocks that the C
+    library maps anew are, than to fill what is there. Nothing where the compute device has memory of its own."""
+    if device != "cpu":
+        return HardwareProfile.clearing_s_per_byte
+    there = _host_buffer(device)
+    begun_s, taken_s = time.perf_counter(), list[float]()
+    while len(taken_s) < _MIN_RUNS or time.perf_counter() - begun_s < seconds:
+        fresh_s = _seconds_of(lambda: torch.empty(_COPY_BYTES, dtype=torch.uint8).fill_(1), device)
+        taken_s.append(fresh_s - _seconds_of(lambda: there.fill_(1), device))
+    return max(statistics.median(taken_s) / _COPY_BYTES, HardwareProfile.clearing_s_per_byte)
 
 
 def _versions() -> dict[str, str]:

@@ -1,10 +1,11 @@
-"""Measures drives: what positional reads and writes reach in a directory of each, by as many threads as the runtime has.
+"""Measures drives: what the runtime's own reads and writes reach in a directory of each.
 
-A request is what it is in training: its thread also makes the checksum of what it moves, and meanwhile asks for nothing.
+A request is what it is in training: a job of a lane with as many threads, served by the store, on the clock, from one of many
+buffers. Bare system calls are up to twice as fast beside compute: their threads never wait for the interpreter (docs/0035).
 
 Guarantees: all drives are loaded at once, so their rates add up even where they share lanes; the files lose their
-names as soon as they are open, so none is left behind, not even by a killed process; a worker's error is raised in
-the caller, with the directory and the request.
+names as soon as they are open, so none is left behind, not even by a killed process; a request's error is raised in
+the caller, with the directory.
 Assumes: Linux, and that nothing else loads the drives meanwhile.
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import itertools
 import os
 import statistics
@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,12 +28,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from lohan_fx import machine
 from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.hardware import NvmeProfile, RequestRate
-from lohan_fx.runtime.checksum import checksum
-from lohan_fx.runtime.huge_pages import map_memory
+from lohan_fx.runtime.file_backend import PosixBackend
+from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
+from lohan_fx.runtime.lanes import Lane, Work
 from lohan_fx.runtime.machine import SSD_THREADS
+from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.timeline import Timeline
 
 SHARES = {256 * 2**10: 1, 2**20: 2, 4 * 2**20: 4, 8 * 2**20: 4}
 """Bytes of a request -> what part of the time it is measured for: most for the sizes that most plans use."""
@@ -43,7 +48,9 @@ USUAL_BYTES = 4 * 2**20
 
 _FILE_BYTES = 2**30
 _MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
-_THREADS = SSD_THREADS
+_EXTENT = "measured"
+_BUFFERS = 3 * SSD_THREADS
+"""As many requests are served or wait for it."""
 _STALL_S = 60.0
 _FILL_SHARE = 0.16
 _ROUNDS = 4  # a drive's speed drifts from one second to the next
@@ -58,16 +65,54 @@ class _Access(enum.Enum):
     MIXED = "reading and writing"
 
 
+class _NamelessFiles(PosixBackend):
+    """Files that no directory names any more once they are open, and of which nothing stays in the page cache."""
+
+    def __init__(self) -> None:
+        self.direct = True
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        self.direct = direct
+        fd = super().open(path, direct=direct)
+        path.unlink()
+        return fd
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        moved = super().preadv(fd, view, offset)
+        if not self.direct:
+            os.posix_fadvise(fd, offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @dataclass(frozen=True)
 class _Drive:
-    """A directory with its nameless file, open for O_DIRECT if `direct`, and a buffer for each thread."""
+    """A directory with what serves requests to it; ``direct`` if without the page cache."""
 
     directory: str
-    fd: int
     direct: bool
     capacity_bytes: int
     drive_bytes: int
-    buffers: tuple[memoryview, ...]
+    store: NvmeStore
+    lane: Lane
+    pool: HostPool
+    timeline: Timeline
+
+    def request(self, write: bool, offset: int, nbytes: int) -> Work[None]:
+        """Ask for one, as soon as there is a buffer for it."""
+        buffer = self.pool.acquire(_EXTENT)
+        return self.lane.submit(partial(self._serve, buffer, write, offset, nbytes), label=_EXTENT)
+
+    def _serve(self, buffer: Buffer, write: bool, offset: int, nbytes: int) -> None:
+        with buffer, self.timeline.span("ssd", _EXTENT, nbytes):
+            (self.store.write if write else self.store.read)(_EXTENT, offset, buffer.tensor, nbytes)
+
+    def settle(self) -> None:
+        """Have everything written on the drive, and nothing in the page cache that a later read could come from."""
+        self.store.flush()
 
 
 def checked_directories(nvme: Sequence[str | Path]) -> list[str]:
@@ -157,65 +202,45 @@ def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
     """``sharing``: how many of the directories are on its file system, which all may fill."""
     stat = os.statvfs(directory)
     capacity_bytes, drive_bytes = _free_bytes(directory) // sharing, stat.f_blocks * stat.f_frsize // sharing
-    try:
-        fd, direct = _open_nameless(directory)
-    except OSError as error:
-        raise ValueError(f"cannot write a file in the nvme directory {directory!r}: {error}") from error
-    try:
-        if not direct:
+    files, timeline = _NamelessFiles(), Timeline()
+    with contextlib.ExitStack() as taken:
+        try:
+            place = taken.enter_context(tempfile.TemporaryDirectory(prefix=".lohan-fx-measure-", dir=directory))
+            store = NvmeStore([Path(place)], backend=files)
+            taken.callback(store.close, timeout_s=_STALL_S)
+            store.allocate({_EXTENT: _FILE_BYTES})
+        except (OSError, StoreError) as error:
+            raise ValueError(f"cannot write a file in the nvme directory {directory!r}: {error}") from error
+        if not files.direct:
             _warn(f"{directory!r} refuses O_DIRECT: measured through the page cache, which costs a copy of every byte")
-        random = os.urandom(REQUEST_BYTES[-1])  # some file systems and drives compress
-        buffers = tuple(_page_aligned(random) for _ in range(_THREADS))
-        yield _Drive(directory, fd, direct, capacity_bytes, drive_bytes, buffers)
-    finally:
-        os.close(fd)
+        pool = taken.enter_context(HostPool({_EXTENT: Reservation(_BUFFERS, REQUEST_BYTES[-1])}))
+        _fill_with_noise(pool)
+        lane = Lane("measured drive", threads=SSD_THREADS)
+        taken.callback(lane.close, _STALL_S)
+        yield _Drive(directory, files.direct, capacity_bytes, drive_bytes, store, lane, pool, timeline)
 
 
-def _open_nameless(directory: str) -> tuple[int, bool]:
-    """A file that lives as long as its descriptor, and whether it takes O_DIRECT."""
-    named, path = tempfile.mkstemp(prefix=".lohan-fx-measure-", dir=directory)
-    os.close(named)
-    try:
-        fd = _open_direct(path)
-        return (os.open(path, os.O_RDWR), False) if fd is None else (fd, True)
-    finally:
-        os.unlink(path)
-
-
-def _open_direct(path: str) -> int | None:
-    """A descriptor that has proved to take O_DIRECT, or None; some file systems refuse only the write."""
-    fd = -1
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        os.pwritev(fd, [_page_aligned(bytes(REQUEST_BYTES[0]))], 0)
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return None
-    return fd
-
-
-def _page_aligned(content: bytes) -> memoryview:
-    """``content`` in memory like that of the runtime's buffers."""
-    pages, begin = map_memory(len(content))
-    found = memoryview(pages)[begin : begin + len(content)]
-    found[:] = content
-    return found
+def _fill_with_noise(pool: HostPool) -> None:
+    """Some file systems and drives compress."""
+    with contextlib.ExitStack() as taken:
+        noise = torch.frombuffer(bytearray(os.urandom(REQUEST_BYTES[-1])), dtype=torch.uint8)
+        for _ in range(_BUFFERS):
+            taken.enter_context(pool.acquire(_EXTENT)).tensor.copy_(noise)
 
 
 def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:
     """Write every file once and return the sizes: reads of what was only allocated would not touch the drive."""
     deadline = time.perf_counter() + seconds
+    nbytes = REQUEST_BYTES[-1]
 
     def fill(drive: _Drive, stop: threading.Event) -> int:
         offset = 0
         while offset < _FILE_BYTES and not stop.is_set():
             if offset >= _MIN_FILE_BYTES and time.perf_counter() > deadline:
                 break
-            offset += _transfer(drive, True, drive.buffers[0], offset)
-        _settle(drive)
+            drive.request(True, offset, nbytes).wait()
+            offset += nbytes
+        drive.settle()
         return offset
 
     return _together([(drive.directory, partial(fill, drive)) for drive in drives], seconds)
@@ -224,55 +249,26 @@ def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:
 def _load(
     drives: Sequence[_Drive], sizes: Sequence[int], access: _Access, request_bytes: int, seconds: float
 ) -> list[float]:
-    """Bytes/s that each drive moves while all are loaded for `seconds`, each by `_THREADS` requests at a time."""
+    """Bytes/s that each drive moves while all are loaded for `seconds`, each by a lane whose queue is never empty."""
     begin = time.perf_counter()
 
-    def work(drive: _Drive, file_bytes: int, thread: int, stop: threading.Event) -> tuple[int, float]:
-        buffer = drive.buffers[thread][:request_bytes]
-        moved = 0
+    def load(drive: _Drive, file_bytes: int, stop: threading.Event) -> float:
+        asked: deque[Work[None]] = deque()
         for turn in itertools.count():
-            # Half of the threads begin with a write, so that a mix is one at every moment.
-            write = access is _Access.WRITE or (access is _Access.MIXED and (turn + thread) % 2 == 1)
-            offset = (turn * _THREADS + thread) * request_bytes % file_bytes
-            if write:
-                checksum(buffer)
-            moved += _transfer(drive, write, buffer, offset)
-            if not write:
-                checksum(buffer)
-            if stop.is_set() or time.perf_counter() - begin >= seconds:
+            write = access is _Access.WRITE or (access is _Access.MIXED and turn % 2 == 1)
+            asked.append(drive.request(write, turn * request_bytes % file_bytes, request_bytes))
+            over = stop.is_set() or time.perf_counter() - begin >= seconds
+            while asked and (over or asked[0].done()):
+                asked.popleft().wait()
+            if over:
                 break
         if not drive.direct:
-            _settle(drive)
-        return moved, time.perf_counter() - begin
+            drive.settle()
+        return (turn + 1) * request_bytes / (time.perf_counter() - begin)
 
-    jobs = [
-        (drive.directory, partial(work, drive, file_bytes, thread))
-        for drive, file_bytes in zip(drives, sizes, strict=True)
-        for thread in range(_THREADS)
-    ]
-    done = _together(jobs, seconds)
-    by_drive = [done[first : first + _THREADS] for first in range(0, len(done), _THREADS)]
-    return [sum(moved for moved, _ in of_drive) / max(elapsed for _, elapsed in of_drive) for of_drive in by_drive]
-
-
-def _transfer(drive: _Drive, write: bool, buffer: memoryview, offset: int) -> int:
-    """Move the whole buffer to or from `offset`; StoreError if that fails or only a part moves."""
-    asked = f"{'writing' if write else 'reading'} {len(buffer)} bytes at {offset} of a file in {drive.directory!r}"
-    try:
-        moved = (os.pwritev if write else os.preadv)(drive.fd, [buffer], offset)
-    except OSError as error:
-        raise StoreError(f"{asked} failed: {error}; check the drive (dmesg) and its free space") from error
-    if moved != len(buffer):
-        raise StoreError(f"{asked} moved only {moved}; check the drive (dmesg) and its free space")
-    if not write and not drive.direct:
-        os.posix_fadvise(drive.fd, offset, moved, os.POSIX_FADV_DONTNEED)
-    return moved
-
-
-def _settle(drive: _Drive) -> None:
-    """Have everything written on the drive, and nothing in the page cache that a later read could come from."""
-    os.fsync(drive.fd)
-    os.posix_fadvise(drive.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return _together(
+        [(drive.directory, partial(load, drive, nbytes)) for drive, nbytes in zip(drives, sizes, strict=True)], seconds
+    )
 
 
 def _together(jobs: Sequence[tuple[str, Callable[[threading.Event], T]]], seconds: float) -> list[T]:

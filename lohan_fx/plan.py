@@ -265,6 +265,7 @@ class Use(enum.StrEnum):
     STAGING = "staging buffers"
     CAPTURE = "captured graphs"
     GRAPHS = "graphs at work"
+    PLACES = "places of values"
     ACTIVATIONS = "activations"
     PARAMETERS = "parameters"
     STATES = "optimizer states"
@@ -295,6 +296,10 @@ class Division:
     step_s: float
     walk_s: float
     bound_s: float
+
+    def bytes_of(self, tier: Tier, use: Use) -> int:
+        """What ``use`` has of ``tier``."""
+        return sum(share.bytes for share in self.shares if share.tier is tier and share.use is use)
 
 
 @dataclass(frozen=True)

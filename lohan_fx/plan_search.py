@@ -10,18 +10,24 @@ from torch.fx import GraphModule
 from lohan_fx import cost, staging
 from lohan_fx.budgets import largest_layer, staging_bytes
 from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.activation_graph import activation_graph
+from lohan_fx.passes.assign_buffers import assign_buffers, needed_bytes, note_clearing
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peak, swap_out_room
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.traffic import fetch_counts, traffic
-from lohan_fx.plan import Plan, Swap, Tier, Use, Windows
+from lohan_fx.plan import Plan, Share, Swap, Tier, Use, Windows
 from lohan_fx.planner import make_plan
-from lohan_fx.problem import Problem
+from lohan_fx.predict import BUFFERS_ROOM_BYTES
+from lohan_fx.problem import Budgets, Problem
 from lohan_fx.request import Request, node_seconds, plan_of_homes, settled
 from lohan_fx.simulated_step import simulated_step_s
 from lohan_fx.step_program import step_program
+
+WORTH_PLACES = 0.005
+"""Share of a step that places for values must save before a plan is made that leaves them memory."""
 
 
 class Rewrites:
@@ -89,9 +95,52 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         handover_s=cost.handover_s(request.hw),
     )
     plan = make_plan(problem, request.hw)
+    plan, places_bytes = _with_places(plan, problem, rewrites, request.hw)
+    if places_bytes:
+        budgets = _with_fixed(problem.budgets, places_bytes)
+        problem, request = dataclasses.replace(problem, budgets=budgets), dataclasses.replace(request, budgets=budgets)
     if request.chooses_staging:
         plan = _with_staging(plan, problem, rewrites, request)
-    return _with_swap_out_room(plan, rewrites.halves(plan))
+    return _with_swap_out_room(_moved(plan, places_bytes, Use.CAPTURE, Use.PLACES), rewrites.halves(plan))
+
+
+def _with_places(plan: Plan, problem: Problem, rewrites: Rewrites, hw: HardwareProfile) -> tuple[Plan, int]:
+    """A plan that leaves so many bytes of the promise to the values of its graphs: in places of their own the largest need
+    not be cleared by the kernel each time they are made (docs/0035). ``plan``, if it has that much to spare or other uses save
+    more; 0 where nothing is to be reserved."""
+    if plan.division is None or not problem.budgets.shared:
+        return plan, 0
+    halves = rewrites.halves(plan)
+    more = needed_bytes(halves, plan)
+    assign_buffers(halves, plan, room_bytes=BUFFERS_ROOM_BYTES)
+    saved_s = note_clearing(halves) * hw.clearing_s_per_byte
+    if more <= BUFFERS_ROOM_BYTES or saved_s < WORTH_PLACES * plan.division.step_s:
+        return plan, 0
+    if more <= plan.division.bytes_of(Tier.HOST, Use.FREE):
+        return _moved(plan, more, Use.FREE, Use.CAPTURE), more  # as a plan that is made so shows it
+    try:
+        other = make_plan(dataclasses.replace(problem, budgets=_with_fixed(problem.budgets, more)), hw)
+    except InfeasiblePlan:
+        return plan, 0
+    faster = other.division is not None and other.division.step_s < plan.division.step_s + saved_s
+    return (other, more) if faster else (plan, 0)
+
+
+def _moved(plan: Plan, nbytes: int, source: Use, target: Use) -> Plan:
+    """``plan``, in whose division so many bytes of host memory have another use."""
+    if not nbytes or plan.division is None:
+        return plan
+    found = {(share.tier, share.use): share for share in plan.division.shares}
+    for use, change in ((source, -nbytes), (target, nbytes)):
+        share = found.get((Tier.HOST, use), Share(Tier.HOST, use, 0, 0.0))
+        found[Tier.HOST, use] = dataclasses.replace(share, bytes=share.bytes + change)
+    order = list(Use)
+    shares = sorted(found.values(), key=lambda share: (share.tier is Tier.HOST, order.index(share.use)))
+    return dataclasses.replace(plan, division=dataclasses.replace(plan.division, shares=tuple(shares)))
+
+
+def _with_fixed(budgets: Budgets, nbytes: int) -> Budgets:
+    return dataclasses.replace(budgets, fixed_bytes=budgets.fixed_bytes + nbytes)
 
 
 def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> Plan:
@@ -105,7 +154,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         tried = dataclasses.replace(plan, windows=windows)
         return simulated_step_s(program, tried, request.hw, transfers=staging.TRANSFERS)
 
-    free = sum(s.bytes for s in division.shares if s.tier is Tier.HOST and s.use is Use.FREE)
+    free = division.bytes_of(Tier.HOST, Use.FREE)
     per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
     found = staging.choose(
         plan.windows,

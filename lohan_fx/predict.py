@@ -7,7 +7,7 @@ import dataclasses
 from lohan_fx import cost, meta
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.memory_model import host_bytes, resident_bytes
-from lohan_fx.passes.assign_buffers import assign_buffers
+from lohan_fx.passes.assign_buffers import assign_buffers, note_clearing
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peak
 from lohan_fx.passes.traffic import padding_bytes, traffic
@@ -25,6 +25,8 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
     room = plan.host_memory_bytes - prediction.peak_bytes["host"]
     more = assign_buffers(halves, plan, room_bytes=max(room, BUFFERS_ROOM_BYTES))
     more = max(0, min(more, room))
+    if halves.assigned and note_clearing(halves):
+        prediction = predict(halves, plan, request)
     return dataclasses.replace(
         prediction, peak_bytes={tier: nbytes + more for tier, nbytes in prediction.peak_bytes.items()}
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lohan_fx import cost, inductor, staging
-from lohan_fx.budgets import staging_bytes
+from lohan_fx.budgets import mean_request_bytes, staging_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
 from lohan_fx.plan import ParameterPlan, Plan, Windows
@@ -50,7 +50,7 @@ def settled(request: Request, windows: Windows) -> Request:
     more = staging_bytes(windows, shared=shared) - staging_bytes(request.windows, shared=shared)
     return dataclasses.replace(
         request,
-        hw=request.hw.at_requests(windows.io_bytes),
+        hw=request.hw.at_requests(mean_request_bytes(request.parameters, windows)),
         windows=staging.with_buffers_of(request.windows, windows),
         budgets=dataclasses.replace(request.budgets, fixed_bytes=request.budgets.fixed_bytes + more),
         chooses_staging=False,

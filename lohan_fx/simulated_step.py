@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lohan_fx import cost
+from lohan_fx.budgets import mean_request_bytes
 from lohan_fx.event_clock import Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
@@ -118,7 +119,7 @@ def _simulated(
         raise ValueError(f"steps is {steps}: simulate at least one")
     if any(p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in plan.parameters) and program.backward:
         steps += 1
-    hw = hw.at_requests(plan.windows.io_bytes)
+    hw = hw.at_requests(mean_request_bytes(plan.parameters, plan.windows))
     machine = SimulatedMachine(plan, hw, fused_adam=fused_adam, transfers=transfers)
     step = _Step(machine, program)
     machine.clock.start(step.run(steps))

@@ -21,6 +21,7 @@ is assigned that is not in host memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import sys
@@ -44,6 +45,7 @@ SIZES = (range(64 << 10, sys.maxsize), range(64 << 10, _MAPPED_BYTES + 1), range
 """Which values are assigned, by their bytes: of these the first with which there is room for the stretch, which stays
 whatever lives in it. Smaller values stay with the heap."""
 
+_UNPLACED = Assignment({}, 0)
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
 """What ``copy_`` into the given tensor does, whose dtype and strides say all that their arguments do."""
@@ -72,7 +74,7 @@ def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
         return 0
     alone = _peak(halves, plan, {})
     for sizes in SIZES:
-        found = {half: assign(gm, sizes, halves.returned(half)) for half, gm in halves.graphs()}
+        found = _assigned(halves, sizes)
         more = _peak(halves, plan, found) - alone
         if more <= room_bytes:
             halves.assigned = found
@@ -83,10 +85,37 @@ def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
     return 0
 
 
+def needed_bytes(halves: Halves, plan: Plan) -> int:
+    """By how much the peak rises where all values of ``halves`` that can be given places have them."""
+    return _peak(halves, plan, _assigned(halves, SIZES[0])) - _peak(halves, plan, {})
+
+
+def _assigned(halves: Halves, sizes: range) -> dict[str, Assignment]:
+    return {half: assign(gm, sizes, halves.returned(half)) for half, gm in halves.graphs()}
+
+
 def _peak(halves: Halves, plan: Plan, found: Mapping[str, Assignment]) -> int:
     apart = {half: one.offsets.keys() for half, one in found.items()}
     live = max(peak.bytes for peak in device_peaks(halves, plan, elsewhere=apart).values())
     return live + shared_bytes(found)
+
+
+def note_clearing(halves: Halves) -> int:
+    """Note on the nodes of ``halves`` which have their memory cleared by the kernel each time: those that have no place and are
+    so large that the C library maps them anew. Their bytes. What no place can be given to has been timed so already."""
+    total = 0
+    for half, gm in halves.graphs():
+        placed = halves.assigned.get(half, _UNPLACED)
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or not meta.has_cost(node):
+                continue
+            found = meta.cost(node)
+            apart = node.name in placed.offsets or node.name in placed.outliving
+            cleared = found.bytes if found.bytes > _MAPPED_BYTES and not apart and is_assignable(node) else 0
+            if cleared != found.cleared_bytes:
+                meta.set_cost(node, dataclasses.replace(found, cleared_bytes=cleared))
+            total += cleared
+    return total
 
 
 def shared_bytes(found: Mapping[str, Assignment]) -> int:

@@ -191,7 +191,7 @@ class ActivationSwap:
             )
         machine = self._machine
         memory = None
-        if away.region is None and away.dense and machine.link.shares_memory:
+        if away.dense and machine.link.shares_memory:
             value, memory = machine.landing.on_pages(away.size, away.dtype, away.stride)
         else:
             value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)

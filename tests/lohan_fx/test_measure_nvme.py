@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lohan_fx import machine, measure_nvme
 from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.file_backend import LOCK_NAME
 
 # Where the tests run /tmp may be in RAM.
 pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -58,10 +60,10 @@ def test_an_unwritable_directory_is_refused_by_name(tmp_path: Path, monkeypatch:
 
 
 def test_a_directory_that_refuses_files_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**where: object) -> None:
+    def refuse(*where: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(ValueError, match=rf"cannot write a file in the nvme directory '{tmp_path}': .*quota"):
         measure_nvme.measure_drives([str(tmp_path)], 0.1, lambda label: None)
 
@@ -106,37 +108,66 @@ def test_an_error_of_the_drive_names_directory_and_request(
 
     monkeypatch.setattr(os, call, fail)
     verb = "writing" if call == "pwritev" else "reading"
-    with pytest.raises(StoreError, match=rf"{verb} \d+ bytes at \d+ of a file in '{tmp_path}' failed: .*Input/output"):
+    with pytest.raises(StoreError, match=rf"{verb} \d+ bytes at \d+ .* in {tmp_path}/.* failed: Input/output"):
         measure_nvme.measure_drives([str(tmp_path)], 0.2, lambda label: None)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_short_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 4096)
-    with pytest.raises(StoreError, match=r"reading \d+ bytes at \d+ of a file in '.*' moved only 4096"):
+def test_a_drive_that_moves_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0)
+    with pytest.raises(StoreError, match=rf"reading \d+ bytes at \d+ .* in {tmp_path}/.*: nothing was moved"):
         measure_nvme.measure_drives([str(tmp_path)], 0.2, lambda label: None)
 
 
 def test_a_slow_drive_is_measured_on_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with measure_nvme._open_drive(str(tmp_path)) as drive:
         assert measure_nvme._fill([drive], 1e-9) == [measure_nvme._MIN_FILE_BYTES]
-        assert os.fstat(drive.fd).st_size == measure_nvme._MIN_FILE_BYTES
-        assert os.fstat(drive.fd).st_nlink == 0
+        assert drive.store.bytes_written == measure_nvme._MIN_FILE_BYTES
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    with measure_nvme._open_drive(str(tmp_path)) as drive:
+        (place,) = tmp_path.iterdir()
+        assert [found.name for found in place.iterdir()] == [LOCK_NAME]
+        assert drive.store.nbytes_allocated == measure_nvme._FILE_BYTES
+    assert not list(tmp_path.iterdir())
 
 
 def test_requests_are_page_aligned_and_stay_within_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, int, int]] = []
-    real = measure_nvme._transfer
+    seen: list[tuple[str, int, int]] = []
 
-    def record(drive: Any, write: bool, buffer: memoryview, offset: int) -> int:
-        seen.append((write, len(buffer), offset))
-        return real(drive, write, buffer, offset)
+    def recorded(call: str) -> Any:
+        real = getattr(os, call)
+
+        def record(fd: int, buffers: list[memoryview], offset: int) -> int:
+            seen.append((call, len(buffers[0]), offset))
+            return int(real(fd, buffers, offset))
+
+        return record
 
     with measure_nvme._open_drive(str(tmp_path)) as drive:
         sizes = measure_nvme._fill([drive], 1.0)
-        monkeypatch.setattr(measure_nvme, "_transfer", record)
-        measure_nvme._load([drive], sizes, measure_nvme._Access.MIXED, 2**23, 0.05)
-    assert {write for write, _, _ in seen} == {True, False}
+        for call in ("preadv", "pwritev"):
+            monkeypatch.setattr(os, call, recorded(call))
+        (rate,) = measure_nvme._load([drive], sizes, measure_nvme._Access.MIXED, 2**23, 0.05)
+    assert rate > 0 and {call for call, _, _ in seen} == {"preadv", "pwritev"}
     assert all(offset % mmap.PAGESIZE == 0 and offset + size <= sizes[0] for _, size, offset in seen)
+
+
+def test_all_buffers_are_used_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training no request finds what it moves in a cache; a single buffer would stay in one."""
+    places: set[int] = set()
+    with measure_nvme._open_drive(str(tmp_path)) as drive:
+        sizes = measure_nvme._fill([drive], 1.0)
+        real = drive.store.read
+
+        def read(name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+            places.add(buffer.data_ptr())
+            real(name, offset, buffer, nbytes)
+
+        monkeypatch.setattr(drive.store, "read", read)
+        measure_nvme._load([drive], sizes, measure_nvme._Access.READ, 2**20, 0.2)
+    assert len(places) == measure_nvme._BUFFERS
 
 
 def test_a_job_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
