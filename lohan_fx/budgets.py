@@ -112,9 +112,12 @@ def mean_request_bytes(parameters: Iterable[ParameterFacts | ParameterPlan], win
     for p in parameters:
         if p.numel <= SMALL_PARAMETER_ELEMENTS:
             continue
-        if p.trainable:  # master and moments are read and written, the compute-dtype copy is written
-            total_bytes += 2 * STATE_BYTES * p.numel + p.bytes
-            requests += 5 * -(-p.numel // windows.chunk_elements)
+        if (
+            p.trainable
+        ):  # master and moments are read and written, and the compute-dtype copy, if there is one, is written
+            copied = p.bytes != 4 * p.numel
+            total_bytes += 2 * STATE_BYTES * p.numel + copied * p.bytes
+            requests += (4 + copied) * -(-p.numel // windows.chunk_elements)
         total_bytes += 2 * p.bytes  # fetched by the forward and by the backward
         requests += 2 * -(-p.bytes // windows.io_bytes)
     return total_bytes // requests if requests else windows.io_bytes

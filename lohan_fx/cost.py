@@ -99,12 +99,13 @@ class Work:
 
 def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
     """Seconds of one op: as measured, or its FLOPs at ``dtype_rate`` or its bytes at memory speed, whichever binds, and
-    its launch."""
+    its launch; and what the kernel takes to clear its memory."""
+    cleared_s = cost.cleared_bytes * hw.clearing_s_per_byte
     if cost.measured_s is not None:
-        return cost.measured_s + cost.cleared_bytes * hw.clearing_s_per_byte
+        return cost.measured_s + cleared_s
     if cost.lane is not Lane.COMPUTE or cost.is_view:
         return 0.0
-    return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s
+    return max(cost.flops / dtype_rate, cost.touched_bytes / hw.memory_bytes_per_s) + hw.op_overhead_s + cleared_s
 
 
 def handover_s(hw: HardwareProfile) -> float:

@@ -1,10 +1,10 @@
 """Measures drives: what the runtime's own reads and writes reach in a directory of each.
 
 A request is what it is in training: a job of a lane with as many threads, served by the store, on the clock, from one of many
-buffers. Bare system calls are up to twice as fast beside compute: their threads never wait for the interpreter (docs/0035).
+buffers. Bare system calls are faster beside compute: their threads wait for nothing between them (docs/0035).
 
 Guarantees: all drives are loaded at once, so their rates add up even where they share lanes; the files lose their
-names as soon as they are open, so none is left behind, not even by a killed process; a request's error is raised in
+names as soon as they are open, so that a killed process leaves no more behind than a lock; a request's error is raised in
 the caller, with the directory.
 Assumes: Linux, and that nothing else loads the drives meanwhile.
 """
@@ -52,6 +52,7 @@ _EXTENT = "measured"
 _BUFFERS = 3 * SSD_THREADS
 """As many requests are served or wait for it."""
 _STALL_S = 60.0
+_CLOSE_S = 5.0
 _FILL_SHARE = 0.16
 _ROUNDS = 4  # a drive's speed drifts from one second to the next
 STEPS = 1 + _ROUNDS  # calls of `announce`
@@ -102,9 +103,10 @@ class _Drive:
     timeline: Timeline
 
     def request(self, write: bool, offset: int, nbytes: int) -> Work[None]:
-        """Ask for one, as soon as there is a buffer for it."""
-        buffer = self.pool.acquire(_EXTENT)
-        return self.lane.submit(partial(self._serve, buffer, write, offset, nbytes), label=_EXTENT)
+        """Ask for one, as soon as there is a buffer for it. Raises ``LaneTimeout`` where there is none for long."""
+        buffer = self.pool.acquire(_EXTENT, timeout_s=_STALL_S)
+        label = f"a request to a file in {self.directory!r}"
+        return self.lane.submit(partial(self._serve, buffer, write, offset, nbytes), label=label)
 
     def _serve(self, buffer: Buffer, write: bool, offset: int, nbytes: int) -> None:
         with buffer, self.timeline.span("ssd", _EXTENT, nbytes):
@@ -207,7 +209,7 @@ def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
         try:
             place = taken.enter_context(tempfile.TemporaryDirectory(prefix=".lohan-fx-measure-", dir=directory))
             store = NvmeStore([Path(place)], backend=files)
-            taken.callback(store.close, timeout_s=_STALL_S)
+            taken.callback(_unless_stuck, store.close)
             store.allocate({_EXTENT: _FILE_BYTES})
         except (OSError, StoreError) as error:
             raise ValueError(f"cannot write a file in the nvme directory {directory!r}: {error}") from error
@@ -216,8 +218,14 @@ def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
         pool = taken.enter_context(HostPool({_EXTENT: Reservation(_BUFFERS, REQUEST_BYTES[-1])}))
         _fill_with_noise(pool)
         lane = Lane("measured drive", threads=SSD_THREADS)
-        taken.callback(lane.close, _STALL_S)
+        taken.callback(_unless_stuck, lane.close)
         yield _Drive(directory, files.direct, capacity_bytes, drive_bytes, store, lane, pool, timeline)
+
+
+def _unless_stuck(close: Callable[..., None]) -> None:
+    """What the drive keeps in a request ends with that; who asked for it has been told."""
+    with contextlib.suppress(LaneTimeout):
+        close(timeout_s=_CLOSE_S)
 
 
 def _fill_with_noise(pool: HostPool) -> None:
@@ -238,7 +246,7 @@ def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:
         while offset < _FILE_BYTES and not stop.is_set():
             if offset >= _MIN_FILE_BYTES and time.perf_counter() > deadline:
                 break
-            drive.request(True, offset, nbytes).wait()
+            drive.request(True, offset, nbytes).wait(_STALL_S)
             offset += nbytes
         drive.settle()
         return offset
@@ -259,7 +267,7 @@ def _load(
             asked.append(drive.request(write, turn * request_bytes % file_bytes, request_bytes))
             over = stop.is_set() or time.perf_counter() - begin >= seconds
             while asked and (over or asked[0].done()):
-                asked.popleft().wait()
+                asked.popleft().wait(_STALL_S)
             if over:
                 break
         if not drive.direct:
@@ -274,8 +282,8 @@ def _load(
 def _together(jobs: Sequence[tuple[str, Callable[[threading.Event], T]]], seconds: float) -> list[T]:
     """Run each (directory, job) in a thread of its own; the results, or the first job's error.
 
-    The event a job gets is set when another has failed. No thread uses a file after this has returned or raised,
-    except one that the drive has kept in a single request for `_STALL_S`: that one ends with its request.
+    The event a job gets is set when another has failed. No thread asks for anything after this has returned or raised; what
+    is asked for is over when the lane is closed, except a request that the drive keeps.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="lohan-measure")

@@ -10,10 +10,10 @@ from torch.fx import GraphModule
 from lohan_fx import cost, staging
 from lohan_fx.budgets import largest_layer, staging_bytes
 from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.inductor import BOXED
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes.activation_graph import activation_graph
-from lohan_fx.passes.assign_buffers import assign_buffers, needed_bytes, note_clearing
+from lohan_fx.passes.assign_buffers import assignments, cleared_bytes
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peak, swap_out_room
 from lohan_fx.passes.step_ends import step_ends
@@ -28,6 +28,9 @@ from lohan_fx.step_program import step_program
 
 WORTH_PLACES = 0.005
 """Share of a step that places for values must save before a plan is made that leaves them memory."""
+PLACES_ATTEMPTS = 2
+ALL_OF_THEM = 2**62
+"""Room for all values that can be given a place."""
 
 
 class Rewrites:
@@ -95,7 +98,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         handover_s=cost.handover_s(request.hw),
     )
     plan = make_plan(problem, request.hw)
-    plan, places_bytes = _with_places(plan, problem, rewrites, request.hw)
+    plan, places_bytes = _with_places(plan, problem, rewrites, request)
     if places_bytes:
         budgets = _with_fixed(problem.budgets, places_bytes)
         problem, request = dataclasses.replace(problem, budgets=budgets), dataclasses.replace(request, budgets=budgets)
@@ -104,26 +107,35 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
     return _with_swap_out_room(_moved(plan, places_bytes, Use.CAPTURE, Use.PLACES), rewrites.halves(plan))
 
 
-def _with_places(plan: Plan, problem: Problem, rewrites: Rewrites, hw: HardwareProfile) -> tuple[Plan, int]:
+def _with_places(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> tuple[Plan, int]:
     """A plan that leaves so many bytes of the promise to the values of its graphs: in places of their own the largest need
     not be cleared by the kernel each time they are made (docs/0035). ``plan``, if it has that much to spare or other uses save
-    more; 0 where nothing is to be reserved."""
-    if plan.division is None or not problem.budgets.shared:
+    more; 0 where nothing is to be reserved. What is compiled makes its values itself."""
+    if plan.division is None or not problem.budgets.shared or request.segments != BOXED:
         return plan, 0
     halves = rewrites.halves(plan)
-    more = needed_bytes(halves, plan)
-    assign_buffers(halves, plan, room_bytes=BUFFERS_ROOM_BYTES)
-    saved_s = note_clearing(halves) * hw.clearing_s_per_byte
-    if more <= BUFFERS_ROOM_BYTES or saved_s < WORTH_PLACES * plan.division.step_s:
+    apart, more = assignments(halves, plan, room_bytes=ALL_OF_THEM)
+    without, _ = assignments(halves, plan, room_bytes=BUFFERS_ROOM_BYTES)
+    fewer_bytes = cleared_bytes(halves, without) - cleared_bytes(halves, apart)
+    saved_s = fewer_bytes * request.hw.clearing_s_per_byte
+    if saved_s < WORTH_PLACES * plan.division.step_s:
         return plan, 0
     if more <= plan.division.bytes_of(Tier.HOST, Use.FREE):
         return _moved(plan, more, Use.FREE, Use.CAPTURE), more  # as a plan that is made so shows it
-    try:
-        other = make_plan(dataclasses.replace(problem, budgets=_with_fixed(problem.budgets, more)), hw)
-    except InfeasiblePlan:
-        return plan, 0
-    faster = other.division is not None and other.division.step_s < plan.division.step_s + saved_s
-    return (other, more) if faster else (plan, 0)
+    for _ in range(PLACES_ATTEMPTS):
+        try:
+            other = make_plan(dataclasses.replace(problem, budgets=_with_fixed(problem.budgets, more)), request.hw)
+        except InfeasiblePlan:
+            return plan, 0
+        assert other.division is not None
+        if other.division.step_s >= plan.division.step_s + saved_s:
+            return plan, 0
+        # Its graphs are others, and may need more.
+        wanted = assignments(rewrites.halves(other), other, room_bytes=ALL_OF_THEM)[1]
+        if wanted <= max(more, BUFFERS_ROOM_BYTES):
+            return other, more
+        more = wanted
+    return plan, 0
 
 
 def _moved(plan: Plan, nbytes: int, source: Use, target: Use) -> Plan:

@@ -22,10 +22,11 @@ no plan speaks, would take more."""
 def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
     """The prediction for final ``halves``, whose values get their places in what the plan leaves of the promise."""
     prediction = predict(halves, plan, request)
-    room = plan.host_memory_bytes - prediction.peak_bytes["host"]
+    promised = {"host": plan.host_memory_bytes, "device": plan.device_memory_bytes}
+    room = min(promised[tier] - nbytes for tier, nbytes in prediction.peak_bytes.items())
     more = assign_buffers(halves, plan, room_bytes=max(room, BUFFERS_ROOM_BYTES))
     more = max(0, min(more, room))
-    if halves.assigned and note_clearing(halves):
+    if plan.device == "cpu" and note_clearing(halves):
         prediction = predict(halves, plan, request)
     return dataclasses.replace(
         prediction, peak_bytes={tier: nbytes + more for tier, nbytes in prediction.peak_bytes.items()}

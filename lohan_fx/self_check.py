@@ -123,7 +123,6 @@ def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfi
         memory_bytes_per_s=hw.memory_bytes_per_s / compute,
         op_overhead_s=hw.op_overhead_s * compute,
         handover_s=hw.handover_s * compute,
-        clearing_s_per_byte=hw.clearing_s_per_byte * compute,
         h2d_bytes_per_s=hw.h2d_bytes_per_s / ratios.get("h2d", 1.0),
         d2h_bytes_per_s=hw.d2h_bytes_per_s / ratios.get("d2h", 1.0),
         adam_parameters_per_s=hw.adam_parameters_per_s / cpu,

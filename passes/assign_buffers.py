@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,26 +72,19 @@ def assign_buffers(halves: Halves, plan: Plan, *, room_bytes: int) -> int:
     halves.assigned = {}
     if plan.device != "cpu" or any(halves.compiled.values()):
         return 0
+    halves.assigned, more = assignments(halves, plan, room_bytes=room_bytes)
+    return more
+
+
+def assignments(halves: Halves, plan: Plan, *, room_bytes: int) -> tuple[dict[str, Assignment], int]:
+    """What ``assign_buffers`` notes, and by how much it raises the peak: at most ``room_bytes``, if that is not below 0."""
     alone = _peak(halves, plan, {})
     for sizes in SIZES:
-        found = _assigned(halves, sizes)
+        found = {half: assign(gm, sizes, halves.returned(half)) for half, gm in halves.graphs()}
         more = _peak(halves, plan, found) - alone
         if more <= room_bytes:
-            halves.assigned = found
-            return more
-    halves.assigned = {
-        half: Assignment({}, 0, _outliving(gm, SIZES[0], halves.returned(half))) for half, gm in halves.graphs()
-    }
-    return 0
-
-
-def needed_bytes(halves: Halves, plan: Plan) -> int:
-    """By how much the peak rises where all values of ``halves`` that can be given places have them."""
-    return _peak(halves, plan, _assigned(halves, SIZES[0])) - _peak(halves, plan, {})
-
-
-def _assigned(halves: Halves, sizes: range) -> dict[str, Assignment]:
-    return {half: assign(gm, sizes, halves.returned(half)) for half, gm in halves.graphs()}
+            return found, more
+    return {half: Assignment({}, 0, _outliving(gm, SIZES[0], halves.returned(half))) for half, gm in halves.graphs()}, 0
 
 
 def _peak(halves: Halves, plan: Plan, found: Mapping[str, Assignment]) -> int:
@@ -100,22 +93,33 @@ def _peak(halves: Halves, plan: Plan, found: Mapping[str, Assignment]) -> int:
     return live + shared_bytes(found)
 
 
-def note_clearing(halves: Halves) -> int:
-    """Note on the nodes of ``halves`` which have their memory cleared by the kernel each time: those that have no place and are
-    so large that the C library maps them anew. Their bytes. What no place can be given to has been timed so already."""
-    total = 0
+def note_clearing(halves: Halves) -> bool:
+    """Note on the nodes of ``halves`` which have their memory cleared by the kernel each time; whether any note is new."""
+    changed = False
+    cleared = set(_cleared(halves, halves.assigned))
+    for node in (n for _, gm in halves.graphs() for n in gm.graph.nodes if n.op == "call_function"):
+        found = meta.cost(node)
+        nbytes = found.bytes if node in cleared else 0
+        if nbytes != found.cleared_bytes:
+            meta.set_cost(node, dataclasses.replace(found, cleared_bytes=nbytes))
+            changed = True
+    return changed
+
+
+def cleared_bytes(halves: Halves, assigned: Mapping[str, Assignment]) -> int:
+    """Bytes that the kernel clears anew in each step where values have the places of ``assigned``."""
+    return sum(meta.cost(node).bytes for node in _cleared(halves, assigned))
+
+
+def _cleared(halves: Halves, assigned: Mapping[str, Assignment]) -> Iterator[Node]:
+    """Those without a place that are so large that the C library maps them anew. What no place can be given to has been timed
+    so already."""
     for half, gm in halves.graphs():
-        placed = halves.assigned.get(half, _UNPLACED)
+        placed = assigned.get(half, _UNPLACED)
         for node in gm.graph.nodes:
-            if node.op != "call_function" or not meta.has_cost(node):
-                continue
-            found = meta.cost(node)
             apart = node.name in placed.offsets or node.name in placed.outliving
-            cleared = found.bytes if found.bytes > _MAPPED_BYTES and not apart and is_assignable(node) else 0
-            if cleared != found.cleared_bytes:
-                meta.set_cost(node, dataclasses.replace(found, cleared_bytes=cleared))
-            total += cleared
-    return total
+            if is_assignable(node) and meta.cost(node).bytes > _MAPPED_BYTES and not apart:
+                yield node
 
 
 def shared_bytes(found: Mapping[str, Assignment]) -> int:

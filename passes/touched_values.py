@@ -51,7 +51,7 @@ def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str],
 
 
 def brought_bytes(halves: Halves, plan: Plan) -> int:
-    """The most that lives at once of what drives bring, from where that is asked for."""
+    """The most that lives at once of what drives bring, and of what returns from memory, from where that is asked for."""
     return max(_alive(halves, plan, _brought(halves)))
 
 

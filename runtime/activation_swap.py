@@ -33,6 +33,7 @@ from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
 from lohan_fx.runtime.parameter_stream import read_in_place, wait_for
+from lohan_fx.runtime.room import LEAST_BYTES
 
 
 @dataclass
@@ -191,7 +192,7 @@ class ActivationSwap:
             )
         machine = self._machine
         memory = None
-        if away.dense and machine.link.shares_memory:
+        if away.dense and machine.link.shares_memory and (away.region is None or away.nbytes >= LEAST_BYTES):
             value, memory = machine.landing.on_pages(away.size, away.dtype, away.stride)
         else:
             value = torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=machine.device)

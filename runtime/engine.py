@@ -81,7 +81,7 @@ class Engine:
         self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int], brought_bytes: int
     ) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
-        ``brought_bytes``: the most that lives at once of what drives bring to host memory.
+        ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory.
 
         The first plan fixes the staging buffers; a later one (another input shape) only adds places. Raises ``StepError``
         where updates of a step that is half done may be on their way to what is moved here.

@@ -19,6 +19,7 @@ from lohan_fx.budgets import (
     default_host_memory_bytes,
     fixed_bytes,
     make_budgets,
+    mean_request_bytes,
     parse_bytes,
     staging_bytes,
 )
@@ -201,3 +202,20 @@ def test_a_promise_that_staging_alone_exceeds_is_refused_with_one_that_it_does_n
     taken, missing, enough = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{6,})(?:;| bytes are|$)", message))
     assert missing == taken - asked
     make_budgets(CPU, enough, None, choose_windows(enough, parameters(10)), tensors)
+
+
+def test_the_mean_request_is_that_of_all_a_step_moves() -> None:
+    windows = replace(choose_windows(4 * GIB, []), chunk_elements=1 << 20, io_bytes=4 * MIB)
+    large, small = ParameterFacts("w", 3 << 19, 3 * MIB, True), ParameterFacts("b", 1 << 10, 2 << 10, True)
+    # Two chunks of 5 requests for 24 bytes of states and 2 of the copy an element; two fetches.
+    expected = (26 * (3 << 19) + 2 * 3 * MIB) // 12
+    assert mean_request_bytes([large], windows) == mean_request_bytes([large, small], windows) == expected
+    assert mean_request_bytes([replace(large, trainable=False)], windows) == 3 * MIB
+    assert mean_request_bytes([small], windows) == windows.io_bytes
+
+
+@given(st.integers(1 << 16, 1 << 24), st.sampled_from([1 << 18, 1 << 20, 1 << 21]))
+def test_no_mean_is_larger_than_the_largest_request(numel: int, chunk_elements: int) -> None:
+    windows = replace(choose_windows(4 * GIB, []), chunk_elements=chunk_elements, io_bytes=4 * chunk_elements)
+    found = mean_request_bytes([ParameterFacts("w", numel, 2 * numel, True)], windows)
+    assert 0 < found <= 8 * chunk_elements

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,19 +20,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan_fx import meta, ops, pipeline, problem
+from lohan_fx import meta, ops, pipeline, plan_search, predict, problem
 from lohan_fx.budgets import MIB, choose_windows, make_budgets
 from lohan_fx.buffered import boxed, linked
 from lohan_fx.errors import InfeasiblePlan, VerifyError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
+from lohan_fx.passes import assign_buffers
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.halves import Halves, ParameterInput
 from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.passes.traffic import PAGE_BYTES, padding_bytes
 from lohan_fx.passes.verify import ORDER
-from lohan_fx.pipeline import PASSES, compile_inference, compile_training
-from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.pipeline import PASSES, compile_inference, compile_training, replan
+from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Use
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.request import Request
@@ -124,6 +126,42 @@ def test_a_given_plan_is_obeyed() -> None:
     assert replace(plan, prediction=None) == given
     swapped = {meta.origin(n) for n in nodes(halves.forward, ops.SWAP_OUT)}
     assert swapped and all(isinstance(given.decision(str(name)), Swap) for name in swapped)
+
+
+@pytest.mark.parametrize("clearing_s_per_byte", [1e-15, 1e-3])
+@pytest.mark.parametrize("ample", [False, True])
+def test_memory_is_left_to_values_where_clearing_theirs_would_take_longer(
+    clearing_s_per_byte: float, ample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assign_buffers, "SIZES", (range(1, sys.maxsize),))
+    monkeypatch.setattr(assign_buffers, "_MAPPED_BYTES", 0)
+    monkeypatch.setattr(predict, "BUFFERS_ROOM_BYTES", 0)
+    monkeypatch.setattr(plan_search, "BUFFERS_ROOM_BYTES", 0)
+    found = captured("transformer")
+    asked = request(found)
+    asked = replace(asked, hw=replace(asked.hw, clearing_s_per_byte=clearing_s_per_byte), chooses_staging=False)
+    placed, roomy = trained(found, asked)
+    assert roomy.prediction is not None
+    all_bytes = roomy.prediction.peak_bytes["host"]
+    cleared_bytes = assign_buffers.cleared_bytes(placed, placed.assigned)
+    if not ample:  # a little less than keeping all would take
+        asked = replace(asked, budgets=replace(asked.budgets, host_memory_bytes=all_bytes - (8 << 10)))
+    halves, plan = trained(found, asked)
+    assert plan.division is not None and plan.prediction is not None
+    reserved = plan.division.bytes_of(Tier.HOST, Use.PLACES)
+    assert bool(reserved) is (clearing_s_per_byte > 1e-6)
+    shares = [share for share in plan.division.shares if share.tier is Tier.HOST]
+    assert all(share.bytes >= 0 for share in shares)
+    assert sum(share.bytes for share in shares) == plan.host_memory_bytes
+    assert plan.prediction.peak_bytes["host"] <= plan.host_memory_bytes
+    left_bytes = sum(meta.cost(n).cleared_bytes for _, gm in halves.graphs() for n in gm.graph.nodes)
+    if reserved:
+        assert any(one.offsets for one in halves.assigned.values())
+        assert left_bytes == cleared_bytes  # of what is returned, which has no place in any plan
+    # Planned anew, from graphs that are shared between the plans tried, it is the same.
+    again = replan(found.joint, found.num_outputs, found.parameters, asked)
+    assert again.prediction == plan.prediction and again.division == plan.division
+    assert run(halves, found).equals(eager(found))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

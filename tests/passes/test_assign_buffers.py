@@ -18,8 +18,10 @@ from lohan_fx.passes.assign_buffers import (
     SIZES,
     assign,
     assign_buffers,
+    cleared_bytes,
     into,
     is_assignable,
+    note_clearing,
     shared_bytes,
     writing,
 )
@@ -230,6 +232,26 @@ def test_no_more_than_the_room(room_bytes: int, monkeypatch: pytest.MonkeyPatch)
     ]
     assert more == peaks[1] + shared_bytes(halves.assigned) - peaks[0]
     assert more < peaks[0]
+
+
+def test_what_has_no_place_and_is_mapped_anew_is_cleared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.passes.assign_buffers.SIZES", (ALL,))
+    found, halves = rewritten("transformer", "keep")
+    plan = plan_for(found, DECISIONS["keep"](found))
+    large = max(meta.cost(n).bytes for gm in both(halves) for n in gm.graph.nodes if is_assignable(n))
+    monkeypatch.setattr("lohan_fx.passes.assign_buffers._MAPPED_BYTES", large - 1)
+    assign_buffers(halves, plan, room_bytes=-(1 << 30))
+    apart = {name for one in halves.assigned.values() for name in one.outliving}
+    expected = [
+        n for gm in both(halves) for n in gm.graph.nodes
+        if is_assignable(n) and meta.cost(n).bytes == large and n.name not in apart
+    ]  # fmt: skip
+    assert expected and note_clearing(halves) and not note_clearing(halves)
+    assert cleared_bytes(halves, halves.assigned) == large * len(expected)
+    assert {n for gm in both(halves) for n in gm.graph.nodes if meta.cost(n).cleared_bytes} == set(expected)
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    assert cleared_bytes(halves, halves.assigned) == 0 and note_clearing(halves)
+    assert not any(meta.cost(n).cleared_bytes for gm in both(halves) for n in gm.graph.nodes)
 
 
 # --- each op that is used so ------------------------------------------------------------------------------------

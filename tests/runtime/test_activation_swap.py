@@ -18,6 +18,7 @@ from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.device_link import CpuLink, Moment
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.room import LEAST_BYTES
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import ARENA_BYTES, IO_BYTES, machine
 
@@ -336,3 +337,14 @@ def test_a_part_of_a_tensor_counts_with_all_that_it_keeps_alive(rig: Rig) -> Non
     whole = torch.randn(100, 50)
     rig.swap.swap_out(whole[:3], "nvme")
     assert rig.swap.leaving.peak_bytes == whole.nbytes
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_comes_back_in_place_has_a_place_of_its_own(rig: Rig, shares_memory: bool, tier: str) -> None:
+    """The heap would hand the same pages out and take them back, a fault each time."""
+    x = torch.randn(ARENA_BYTES // 4)
+    assert x.nbytes >= LEAST_BYTES and rig.whole()
+    value = rig.back(rig.swap.swap_out(x, tier))
+    address, nbytes = rig.machine.landing.place()
+    assert (address <= value.data_ptr() < address + nbytes) is shares_memory
+    assert torch.equal(value, x) and rig.whole()
