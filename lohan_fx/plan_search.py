@@ -114,12 +114,15 @@ def _with_places(plan: Plan, problem: Problem, rewrites: Rewrites, request: Requ
     if plan.division is None or not problem.budgets.shared or request.segments != BOXED:
         return plan, 0
     halves = rewrites.halves(plan)
+    worth_bytes = WORTH_PLACES * plan.division.step_s / request.hw.clearing_s_per_byte
+    if cleared_bytes(halves, {}) < worth_bytes:
+        return plan, 0
     apart, more = assignments(halves, plan, room_bytes=ALL_OF_THEM)
     without, _ = assignments(halves, plan, room_bytes=BUFFERS_ROOM_BYTES)
     fewer_bytes = cleared_bytes(halves, without) - cleared_bytes(halves, apart)
-    saved_s = fewer_bytes * request.hw.clearing_s_per_byte
-    if saved_s < WORTH_PLACES * plan.division.step_s:
+    if fewer_bytes < worth_bytes:
         return plan, 0
+    saved_s = fewer_bytes * request.hw.clearing_s_per_byte
     if more <= plan.division.bytes_of(Tier.HOST, Use.FREE):
         return _moved(plan, more, Use.FREE, Use.CAPTURE), more  # as a plan that is made so shows it
     for _ in range(PLACES_ATTEMPTS):
