@@ -112,10 +112,8 @@ def mean_request_bytes(parameters: Iterable[ParameterFacts | ParameterPlan], win
     for p in parameters:
         if p.numel <= SMALL_PARAMETER_ELEMENTS:
             continue
-        if (
-            p.trainable
-        ):  # master and moments are read and written, and the compute-dtype copy, if there is one, is written
-            copied = p.bytes != 4 * p.numel
+        if p.trainable:  # master and moments are read and written, and the copy that graphs compute with is written
+            copied = p.bytes != 4 * p.numel  # else the master is that
             total_bytes += 2 * STATE_BYTES * p.numel + copied * p.bytes
             requests += (4 + copied) * -(-p.numel // windows.chunk_elements)
         total_bytes += 2 * p.bytes  # fetched by the forward and by the backward
