@@ -75,6 +75,13 @@ def test_an_op_is_bound_by_its_flops_or_its_bytes_and_has_to_be_launched() -> No
     assert node_seconds(node(), HW, 100.0) == 0.5
 
 
+@pytest.mark.parametrize("measured_s", [None, 2.0])
+def test_memory_that_the_kernel_clears_takes_its_time_beside_the_op(measured_s: float | None) -> None:
+    hw = replace(HW, clearing_s_per_byte=0.25)
+    there, fresh = node(flops=600, measured_s=measured_s), node(flops=600, measured_s=measured_s, cleared_bytes=8)
+    assert node_seconds(fresh, hw, 100.0) == node_seconds(there, hw, 100.0) + 2.0
+
+
 @pytest.mark.parametrize("change", [{"is_view": True}, {"lane": Lane.H2D}, {"lane": Lane.D2H}])
 def test_views_and_transfers_do_not_compute(change: dict[str, object]) -> None:
     assert node_seconds(node(flops=600, touched_bytes=9000, **change), HW, 100.0) == 0.0

@@ -154,7 +154,7 @@ def test_requests_are_page_aligned_and_stay_within_the_file(tmp_path: Path, monk
     assert all(offset % mmap.PAGESIZE == 0 and offset + size <= sizes[0] for _, size, offset in seen)
 
 
-def test_all_buffers_are_used_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_use_all_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training no request finds what it moves in a cache; a single buffer would stay in one."""
     places: set[int] = set()
     with measure_nvme._open_drive(str(tmp_path)) as drive:
