@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 import lohan_fx
+from lohan_fx import holding
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.meta import Cost
 from lohan_fx.plan import Plan
@@ -34,10 +35,12 @@ from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.nvme_store import NvmeStore
 
 READ, WRITE, LINK, ADAM = 60e6, 40e6, 100e6, 20e6
-"""Bytes/s of the drive and the links, parameters/s of Adam: slow enough for sleeping to be exact."""
+"""Bytes/s of the drive and the links, parameters/s of Adam's one thread: slow enough for sleeping to be exact."""
+CORES = 1000
 TURN_S = 0.002
 LAYERS, WIDTH = 6, 512
 MOST_ERROR = 0.15
+MAX_NORM = 1e-3
 
 
 class Pace:
@@ -154,9 +157,9 @@ def machine(directory: str) -> HardwareProfile:
     """The machine that ``paced`` makes of this one: nothing is short but what sleeps."""
     drive = NvmeProfile(directory, READ, WRITE, 2 / (1 / READ + 1 / WRITE), 1 << 40)
     return dataclasses.replace(
-        HardwareProfile.preset("rtx4090-12xP5510"), name="paced", device="cpu", cpu_cores=1000,
+        HardwareProfile.preset("rtx4090-12xP5510"), name="paced", device="cpu", cpu_cores=CORES,
         memory_bytes_per_s=1e14, host_memory_bytes_per_s=1e14, h2d_bytes_per_s=LINK, d2h_bytes_per_s=LINK,
-        adam_parameters_per_s=ADAM, host_memory_bytes=16 << 30, nvme=(drive,), machine=HardwareProfile.fingerprint(),
+        adam_parameters_per_s=CORES * ADAM, host_memory_bytes=16 << 30, nvme=(drive,), machine=HardwareProfile.fingerprint(),
     )  # fmt: skip
 
 
@@ -167,6 +170,12 @@ class Case:
     microseconds: int = 60_000
     rows: int = 64
     windows: dict[str, int] = dataclasses.field(default_factory=dict)
+    twice: float | None = None
+    """Clipped, and this share of the updates made twice (docs/0036)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.twice is None else torch.bfloat16
 
 
 CASES = (
@@ -179,6 +188,7 @@ CASES = (
     Case("small chunks", windows={"chunk_elements": 32768}),
     Case("one staging buffer", windows={"io_bytes": 65536, "io_buffers": 1}),
     Case("no prefetch", windows={"fetch_bytes": 0, "gradient_bytes": 0}),
+    *(Case(f"clipped, {share:.0%} updated twice", microseconds=70_000, twice=share) for share in (0.0, 0.5, 1.0)),
 )
 
 
@@ -186,16 +196,18 @@ def planned(case: Case, hw: HardwareProfile, x: torch.Tensor) -> Plan:
     torch._dynamo.reset()
     with lohan_fx.releasing(lohan_fx.compile(Layers(case.microseconds), hw, **options(case))) as model:
         plan = lohan_fx.prepare(model, x)
+    plan = plan if case.twice is None else holding.updated_twice(plan, case.twice)
     return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, **case.windows), prediction=None)
 
 
 def options(case: Case) -> dict[str, Any]:
-    return {"host_memory": "2GiB", "policy": case.policy, "compute_dtype": torch.float32}
+    holds = {} if case.twice is None else {"hold_gradients": True}
+    return {"host_memory": "2GiB", "policy": case.policy, "compute_dtype": case.dtype, **holds}
 
 
 def measured(case: Case, hw: HardwareProfile, rounds: int) -> tuple[float, lohan_fx.Simulation]:
     """Seconds of the fastest step, and the simulated one."""
-    x = torch.randn(case.rows, WIDTH)
+    x = torch.randn(case.rows, WIDTH, dtype=case.dtype)
     plan = planned(case, hw, x)
     torch._dynamo.reset()
     with lohan_fx.releasing(lohan_fx.compile(Layers(case.microseconds), hw, plan=plan, **options(case))) as model:
@@ -204,6 +216,8 @@ def measured(case: Case, hw: HardwareProfile, rounds: int) -> tuple[float, lohan
         def step() -> float:
             begin_s = time.perf_counter()
             model(x).backward()
+            if case.twice is not None:
+                lohan_fx.clip_grad_norm_(model, MAX_NORM)
             optimizer.step()
             taken_s = time.perf_counter() - begin_s
             optimizer.zero_grad()
@@ -212,6 +226,7 @@ def measured(case: Case, hw: HardwareProfile, rounds: int) -> tuple[float, lohan
         step()
         PACE.on = True
         try:
+            step()  # beside the next forward are updates at their pace
             seconds = min(step() for _ in range(rounds))
         finally:
             PACE.on = False

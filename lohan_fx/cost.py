@@ -45,7 +45,8 @@ class Work:
     backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those among
     them for which compute waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or
     because the plan has a stage for them; ``next_*``: of those beside the forward, which updates what the step before
-    left. Of both kinds the gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says.
+    left. Of both kinds the gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says. ``repeated_*``:
+    of updates that are made a second time beside the backward, where their states are read again, and written.
     ``*returned_bytes``: of parameters that stay on a GPU and are updated by the CPU, which copies them back.
     ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler). ``*_requests``: reads and writes
     of the drives, which on a CPU take processor time.
@@ -76,6 +77,9 @@ class Work:
     next_state_read_bytes: int = 0
     next_state_write_bytes: int = 0
     next_adam_parameters: int = 0
+    repeated_held_nvme_bytes: int = 0
+    repeated_state_bytes: int = 0
+    repeated_adam_parameters: int = 0
     serial_optimizer: bool = False
     returned_bytes: int = 0
     late_returned_bytes: int = 0
@@ -88,13 +92,20 @@ class Work:
         """Bytes that one step reads from NVMe."""
         fetched = self.fetched_forward_nvme_bytes + self.fetched_backward_nvme_bytes
         states = self.state_read_bytes + self.late_state_read_bytes + self.next_state_read_bytes
-        return fetched + states + self.held_nvme_bytes + self.next_held_nvme_bytes + self.swapped_nvme_bytes
+        again = self.repeated_state_bytes + self.repeated_held_nvme_bytes
+        return fetched + states + again + self.held_nvme_bytes + self.next_held_nvme_bytes + self.swapped_nvme_bytes
 
     @property
     def nvme_write_bytes(self) -> int:
         """Bytes that one step writes to NVMe."""
         states = self.state_write_bytes + self.late_state_write_bytes + self.next_state_write_bytes
-        return states + self.held_nvme_bytes + self.next_held_nvme_bytes + self.swapped_nvme_bytes
+        return (
+            states
+            + self.repeated_state_bytes
+            + self.held_nvme_bytes
+            + self.next_held_nvme_bytes
+            + self.swapped_nvme_bytes
+        )
 
 
 def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:

@@ -104,7 +104,9 @@ def _updated_on_arrival(plan: Plan, tier: Tier) -> Plan:
     def moved(p: ParameterPlan) -> ParameterPlan:
         if p.gradient_home is not tier:
             return p
-        return dataclasses.replace(p, optimizer_runs=OptimizerTiming.IN_BACKWARD, gradient_home=None)
+        return dataclasses.replace(
+            p, optimizer_runs=OptimizerTiming.IN_BACKWARD, gradient_home=None, updated_twice=False
+        )
 
     return dataclasses.replace(plan, parameters=tuple(moved(p) for p in plan.parameters))
 

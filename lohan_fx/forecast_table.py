@@ -93,8 +93,10 @@ def _updates(found: Forecast) -> list[str]:
             continue
         waiting = {tier: sum(p.held_bytes for p in put_off if p.gradient_home is tier) for tier in Tier}
         where = [f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in waiting.items() if nbytes]
+        twice = sum(p.numel for p in put_off if p.updated_twice)
+        again = f", of {_billions(twice)} once more beside the backward, which writes the states" if twice else ""
         texts.append(
-            f"of {_billions(sum(p.numel for p in put_off))} parameters {when}; gradients wait: {', '.join(where)}"
+            f"of {_billions(sum(p.numel for p in put_off))} parameters {when}{again}; gradients wait: {', '.join(where)}"
         )
     return texts
 

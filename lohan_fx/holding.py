@@ -9,9 +9,14 @@ from lohan_fx.division import division_of
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import check, host_bytes, missing, needed, resident_bytes
-from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
+from lohan_fx.plan import SUM_BYTES, OptimizerTiming, ParameterPlan, Plan, Tier
 from lohan_fx.problem import Budgets, Problem
+from lohan_fx.step_time import step_seconds
 
+SHARES = 8
+"""Eighths of the states' elements: how finely the share is chosen whose updates are made twice."""
+WORTH_IT = 0.01
+"""Share of a step that updating twice must save: it is more work for drives and processor."""
 ATTEMPTS = 3
 """How often a policy decides again because gradients that wait need memory which its plan has filled."""
 
@@ -61,7 +66,38 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
             room -= p.held_bytes
     found = _waiting(plan, homes)
     check(problem, found, peak)
-    return _divided(found, problem, hw, peak)
+    return _divided(_some_updated_twice(problem, hw, found), problem, hw, peak)
+
+
+def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
+    """``plan`` with as large a share of the updates made twice as makes its step shortest (docs/0036): that the forward need not
+    write states takes their bytes to the backward, where they are read and gradients, too, once more."""
+    shares = [plan, *(updated_twice(plan, number / SHARES) for number in range(1, SHARES + 1))]
+    if shares[-1] == plan or plan.windows.optimizer_buffers == 1:
+        return plan
+    seconds = {id(p): step_seconds(problem, hw, p) for p in shares}
+    best = min(shares, key=lambda p: seconds[id(p)])
+    return best if seconds[id(best)] < (1 - WORTH_IT) * seconds[id(plan)] else plan
+
+
+def updated_twice(plan: Plan, share: float) -> Plan:
+    """``plan`` with ``share`` of the elements of states on NVMe updated twice, spread evenly over the layers."""
+    owed = 0.0
+    twice: set[str] = set()
+    for p in plan.parameters:
+        if can_be_updated_twice(p):
+            owed += share * p.numel
+            if owed >= p.numel / 2:
+                owed -= p.numel
+                twice.add(p.name)
+    parameters = (dataclasses.replace(p, updated_twice=p.name in twice) for p in plan.parameters)
+    return dataclasses.replace(plan, parameters=tuple(parameters))
+
+
+def can_be_updated_twice(p: ParameterPlan) -> bool:
+    """Whether the forward waits for less of its update than must be written: a copy of its own, beside states on NVMe."""
+    waits = p.optimizer_runs is OptimizerTiming.NEXT_FORWARD
+    return waits and p.states_home is Tier.NVME and p.bytes != SUM_BYTES * p.numel
 
 
 def _away(plan: Plan, hw: HardwareProfile) -> Plan:

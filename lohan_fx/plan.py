@@ -139,7 +139,8 @@ class ParameterPlan:
     """Where one parameter (its compute-dtype copy) and its optimizer states live, and when it is updated.
 
     ``gradient_home``: where the gradient waits for that, as a fp32 sum ``AFTER_BACKWARD``, as the backward made it in the
-    ``NEXT_FORWARD``; None where it does not wait.
+    ``NEXT_FORWARD``; None where it does not wait. ``updated_twice``: the update in the ``NEXT_FORWARD`` writes what that
+    computes with and no states; they are updated by the same update once more, beside the backward.
     """
 
     name: str
@@ -151,6 +152,7 @@ class ParameterPlan:
     states_home: Tier | None
     optimizer_runs: OptimizerTiming
     gradient_home: Tier | None = None
+    updated_twice: bool = False
 
     def in_memory_of(self, device: str) -> bool:
         """Whether ``device`` has the parameter and its states in its memory (a CPU's is host RAM): then nothing moves for

@@ -188,6 +188,7 @@ def _parameters(parameters: Sequence[ParameterPlan]) -> str:
         states = str(first.states_home) if first.states_home is not None else "-"
         runs = first.optimizer_runs.replace("_", " ") if first.trainable else "frozen"
         runs += f", gradient waits on {first.gradient_home}" if first.gradient_home is not None else ""
+        runs += ", states in the backward" if first.updated_twice else ""
         size = [str(len(found)), f"{first.numel:,}", format_bytes(first.bytes)]
         rows.append([f"  {_names(found)}", *size, str(first.home), states, runs])
     total = [

@@ -8,6 +8,7 @@ to, in the order in which the forward fetched their parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 
 from lohan_fx.event_clock import Countdown, Job, Signal, Thread
 from lohan_fx.plan import SUM_BYTES, OptimizerTiming, ParameterPlan, Tier
+from lohan_fx.runtime.chunk_pipeline import place_of
+from lohan_fx.runtime.chunk_update import Kept
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY
 from lohan_fx.runtime.state_buffer import purpose_of
 from lohan_fx.simulated_machine import SimulatedMachine
@@ -32,6 +35,7 @@ class _Chunk:
     has_gradient: bool = True
     in_place: Countdown | None = None
     update: Countdown | None = None
+    kept: Kept = Kept.ALL
     has_buffer: bool = False
     reads: list[Signal] = field(default_factory=list)
 
@@ -52,6 +56,9 @@ class SimulatedOptimizer:
         self._reading: deque[_Chunk] = deque()
         self._held: list[ParameterPlan] = []
         self._pending: dict[str, Signal] = {}
+        self._again: dict[str, list[_Chunk]] = {}
+        self._repeating: dict[str, Signal] = {}
+        self._taken: dict[str, None] = {}
         self.leaving: dict[str, None] = {}
         """The parameters whose gradients were handed over, and are still there."""
         self.fetched: dict[str, None] = {}
@@ -62,6 +69,10 @@ class SimulatedOptimizer:
     def offer(self, parameter: ParameterPlan, held_bytes: int) -> Thread:
         """The gradient is handed over; ``held_bytes`` of device memory go once it has left."""
         machine, nbytes = self._machine, parameter.bytes
+        if (states := self._repeating.pop(parameter.name, None)) is not None:
+            machine.compute.waiting_for = f"states of {parameter.name}"
+            yield states
+        self._taken.setdefault(parameter.name)
         late = applied_late(parameter)
         if late and self._stays(parameter):
             machine.memory.change(graph=-held_bytes)
@@ -138,6 +149,7 @@ class SimulatedOptimizer:
         fetched = {name: place for place, name in enumerate(self.fetched)}
         for parameter in sorted(later, key=lambda p: fetched.get(p.name, len(fetched))):
             yield from self._apply(parameter)
+        self._repeat()
 
     def _apply(self, parameter: ParameterPlan) -> Thread:
         """Begin the update with what is held; in memory, all of it."""
@@ -145,11 +157,31 @@ class SimulatedOptimizer:
         if self._in_memory(parameter, holds=False):
             yield from self._compute_here(chunks)
             return
-        if parameter.optimizer_runs is OptimizerTiming.NEXT_FORWARD:
-            done = self._pending[parameter.name] = self._machine.clock.signal()
-            update = Countdown(len(chunks), done.set)
+        if parameter.updated_twice:
+            self._again[parameter.name] = [dataclasses.replace(chunk, kept=Kept.STATES, reads=[]) for chunk in chunks]
             for chunk in chunks:
-                chunk.update = update
+                chunk.kept = Kept.COPY
+        if parameter.optimizer_runs is OptimizerTiming.NEXT_FORWARD:
+            self._pending[parameter.name] = self._counted(chunks)
+        self._begin(chunks)
+
+    def _repeat(self) -> None:
+        """The second time of what is updated twice, in the order in which the next gradients will come."""
+        for name in [*(name for name in self._taken if name in self._again), *self._again]:
+            if (chunks := self._again.pop(name, None)) is not None:
+                self._repeating[name] = self._counted(chunks)
+                self._begin(chunks)
+        self._taken.clear()
+
+    def _counted(self, chunks: list[_Chunk]) -> Signal:
+        """Set once all of ``chunks`` are finished."""
+        done = self._machine.clock.signal()
+        update = Countdown(len(chunks), done.set)
+        for chunk in chunks:
+            chunk.update = update
+        return done
+
+    def _begin(self, chunks: list[_Chunk]) -> None:
         self._unfinished += len(chunks)
         for chunk in chunks:
             self._arrive(chunk)
@@ -187,7 +219,7 @@ class SimulatedOptimizer:
 
     def _arrive(self, chunk: _Chunk) -> None:
         queue = self._reading if not self._arrived and self._start_reading(chunk) else self._arrived
-        queue.append(chunk)
+        queue.insert(len(queue) if queue is self._reading else place_of(chunk, queue), chunk)
         self._machine.cpu.submit(self._advance())
 
     # --- on the cpu lane --------------------------------------------------------------------------------------
@@ -268,10 +300,10 @@ class SimulatedOptimizer:
             return [(f"{name}:gradient", _held_bytes(chunk))] if parameter.gradient_home is Tier.NVME else []
         away = parameter.states_home is Tier.NVME
         found: list[tuple[str, int]] = []
-        if away:
+        if away and chunk.kept is not Kept.COPY:
             found += [(f"{name}:master", 4 * elements), (f"{name}:moments", 8 * elements)]
         each = parameter.bytes // parameter.numel
-        if parameter.home is Tier.NVME and not (each == 4 and away):
+        if chunk.kept is not Kept.STATES and parameter.home is Tier.NVME and not (each == 4 and away):
             found.append((f"{name}:compute", each * elements))
         return found
 

@@ -29,12 +29,13 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
         Quantity.FETCHED_BACKWARD: backward,
         Quantity.FETCHED_BACKWARD_NVME: backward if streamed else 0,
-        states: STATE_BYTES * p.numel if away else 0,
+        (_READ_ALONE[states] if p.updated_twice else states): STATE_BYTES * p.numel if away else 0,
         copies: p.bytes if copied else 0,
         returned: p.bytes if p.returns_to(device_of(problem)) else 0,
         **({updated: p.numel} if updated is not None else {}),
         **(_blocking(problem, p) if states is Quantity.STATES else {}),
         **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
+        **(_repeated(p) if p.updated_twice else {}),
         **handover_adds(problem, *_handed_over(problem, p)),
     }
 
@@ -78,6 +79,13 @@ def _blocking(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     }
 
 
+def _repeated(p: ParameterPlan) -> dict[Quantity, float]:
+    """What the second time of an update that is made twice adds."""
+    held = p.held_bytes if p.gradient_home is Tier.NVME else 0
+    return {Quantity.REPEATED_STATES: STATE_BYTES * p.numel, Quantity.REPEATED_HELD_NVME: held}
+
+
+_READ_ALONE = {Quantity.LATE_STATES: Quantity.LATE_STATES_READ, Quantity.NEXT_STATES: Quantity.NEXT_STATES_READ}
 _EARLY = (Quantity.STATES, Quantity.COPIED, Quantity.RETURNED, None, None)
 _BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity, Quantity | None, Quantity | None]] = {
     OptimizerTiming.AFTER_BACKWARD: (
@@ -149,7 +157,7 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         state_write_bytes=of(Quantity.STATES) + of(Quantity.COPIED),
         adam_parameters=sum(p.numel for p in trained) - of(Quantity.LATE_UPDATED) - of(Quantity.NEXT_UPDATED),
         held_nvme_bytes=of(Quantity.LATE_HELD_NVME),
-        late_state_read_bytes=of(Quantity.LATE_STATES),
+        late_state_read_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_STATES_READ),
         late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
         late_adam_parameters=of(Quantity.LATE_UPDATED),
         first_gradient_s=problem.ends.first_gradient_s,
@@ -157,14 +165,17 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         blocking_write_bytes=of(Quantity.BLOCKING_WRITTEN),
         blocking_hidden_s=total.get(Quantity.BLOCKING_HIDDEN_S, 0.0),
         next_held_nvme_bytes=of(Quantity.NEXT_HELD_NVME),
-        next_state_read_bytes=of(Quantity.NEXT_STATES),
+        next_state_read_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_STATES_READ),
         next_state_write_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_COPIED),
         next_adam_parameters=of(Quantity.NEXT_UPDATED),
+        repeated_held_nvme_bytes=of(Quantity.REPEATED_HELD_NVME),
+        repeated_state_bytes=of(Quantity.REPEATED_STATES),
+        repeated_adam_parameters=of(Quantity.REPEATED_STATES) // STATE_BYTES,
         returned_bytes=of(Quantity.RETURNED),
         late_returned_bytes=of(Quantity.LATE_RETURNED),
         next_returned_bytes=of(Quantity.NEXT_RETURNED),
-        forward_requests=requests(_IN_FORWARD),
-        backward_requests=requests(_IN_BACKWARD),
+        forward_requests=requests((*_IN_FORWARD, Quantity.NEXT_STATES_READ)),
+        backward_requests=requests((*_IN_BACKWARD, Quantity.REPEATED_STATES, Quantity.REPEATED_HELD_NVME)),
     )
 
 
@@ -186,11 +197,19 @@ def _requests_per_byte(problem: Problem, quantity: Quantity) -> float:
     windows = problem.windows
     if quantity in _STATES:  # counted once, as read; master and moments are two requests each way
         return 4 / (STATE_BYTES * windows.chunk_elements)
+    if quantity is Quantity.NEXT_STATES_READ:
+        return 2 / (STATE_BYTES * windows.chunk_elements)
     return 1 / (2 * windows.chunk_elements if quantity in _IN_CHUNKS else windows.io_bytes)
 
 
-_STATES = (Quantity.STATES, Quantity.NEXT_STATES)
-_IN_CHUNKS = (Quantity.COPIED, Quantity.NEXT_COPIED, Quantity.NEXT_HELD_NVME, Quantity.LATE_HELD_NVME)
+_STATES = (Quantity.STATES, Quantity.NEXT_STATES, Quantity.REPEATED_STATES)
+_IN_CHUNKS = (
+    Quantity.COPIED,
+    Quantity.NEXT_COPIED,
+    Quantity.NEXT_HELD_NVME,
+    Quantity.LATE_HELD_NVME,
+    Quantity.REPEATED_HELD_NVME,
+)
 
 
 def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, ...]) -> dict[Quantity, float]:
@@ -218,7 +237,8 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     """The lanes of forward, backward and what is left after it as lines: what ``cost`` computes, in the form that
     ``optimum`` solves.
 
-    What no decision changes is asked of ``cost`` itself. Without drives there is no SSD lane: then nothing may go there.
+    What no decision changes is asked of ``cost`` itself; updates made twice are decided later (``holding``). Without drives
+    there is no SSD lane: then nothing may go there.
     """
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s

@@ -21,7 +21,8 @@ class Quantity(enum.StrEnum):
     updated, bytes held.
 
     ``BLOCKING_*``: of parameters for whose updates compute waits; ``LATE_*``: of those that are updated when the backward
-    has ended; ``NEXT_*``: beside the next forward.
+    has ended; ``NEXT_*``: beside the next forward; ``*_STATES_READ``: of those among them that are updated twice, and
+    ``REPEATED_*`` the second time.
     """
 
     RECOMPUTE_S = "recompute_s"
@@ -49,6 +50,10 @@ class Quantity(enum.StrEnum):
     NEXT_UPDATED = "next_updated_parameters"
     NEXT_RETURNED = "next_returned_bytes"
     NEXT_HELD_NVME = "next_held_nvme_bytes"
+    LATE_STATES_READ = "late_states_read_bytes"
+    NEXT_STATES_READ = "next_states_read_bytes"
+    REPEATED_STATES = "repeated_states_bytes"
+    REPEATED_HELD_NVME = "repeated_held_nvme_bytes"
     DEVICE = "device_bytes"
     HOST = "host_bytes"
 

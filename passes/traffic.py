@@ -45,6 +45,7 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         [p for p in elsewhere if p.runs_beside(ends, plan.device) is timing]
         for timing in (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
     )
+    repeated = [p for p in elsewhere if p.updated_twice]
     blocking = [p for p in early if p.name in ends.blocking and not p.in_memory_of(plan.device)]
     return Work(
         forward_s=computed + handed_over * handover_s,
@@ -72,6 +73,9 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         next_state_read_bytes=states_read_bytes(next_),
         next_state_write_bytes=states_written_bytes(next_),
         next_adam_parameters=sum(p.numel for p in next_),
+        repeated_held_nvme_bytes=held_nvme_bytes(repeated),
+        repeated_state_bytes=states_read_bytes(repeated),
+        repeated_adam_parameters=sum(p.numel for p in repeated),
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
         next_returned_bytes=returned_bytes(next_, plan),
@@ -79,6 +83,7 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         forward_requests=_stage_requests(forward, homes, plan) + _optimizer_requests(next_, plan),
         backward_requests=_stage_requests(backward, homes, plan)
         + _optimizer_requests(early, plan)
+        + _repeated_requests(repeated, plan)
         + sum(_chunks(p, plan) for p in (*late, *next_) if p.gradient_home is Tier.NVME),
     )
 
@@ -96,9 +101,14 @@ def _optimizer_requests(updated: list[ParameterPlan], plan: Plan) -> int:
     """Per chunk: master and moments are read and written, and the compute-dtype copy written; gradients that wait, too."""
     total = 0
     for p in updated:
-        each = 4 * (p.states_home is Tier.NVME) + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME)
-        total += _chunks(p, plan) * each
+        states = 0 if p.states_home is not Tier.NVME else 2 if p.updated_twice else 4
+        total += _chunks(p, plan) * (states + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME))
     return total
+
+
+def _repeated_requests(repeated: list[ParameterPlan], plan: Plan) -> int:
+    """Of the second time of updates that are made twice: master and moments each way, and gradients that wait."""
+    return sum(_chunks(p, plan) * (4 + (p.gradient_home is Tier.NVME)) for p in repeated)
 
 
 def _chunks(p: ParameterPlan, plan: Plan) -> int:
@@ -117,7 +127,7 @@ def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
         last = p.numel % plan.windows.chunk_elements
         away = 3 * _padding(4 * last) if p.states_home is Tier.NVME else 0
         held = _padding(last * p.held_bytes // p.numel) if p.numel and p.gradient_home is Tier.NVME else 0
-        reads += away + held
+        reads += (away + held) * (2 if p.updated_twice else 1)
         writes += away + held + (_padding(last * p.bytes // p.numel) if p.numel and _streamed_back(p) else 0)
     return reads, writes
 
@@ -207,8 +217,9 @@ def states_read_bytes(updated: list[ParameterPlan]) -> int:
 
 
 def states_written_bytes(updated: list[ParameterPlan]) -> int:
-    """Bytes that the updates of ``updated`` write to NVMe: states, and copies that the next forward streams."""
-    return states_read_bytes(updated) + sum(_streamed_back(p) for p in updated)
+    """Bytes that the updates of ``updated`` write to NVMe: states, and copies that the next forward streams. Of those that are
+    made twice, the first time."""
+    return states_read_bytes([p for p in updated if not p.updated_twice]) + sum(_streamed_back(p) for p in updated)
 
 
 def blocking_written_bytes(updated: list[ParameterPlan], ends: Ends, windows: Windows) -> int:

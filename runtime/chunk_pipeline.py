@@ -5,8 +5,9 @@ Reads run ahead of updates as far as there are buffers, and the read of chunk i-
 (LoHan IV-C; Fuyou 4.3), so that reading, updating and writing of neighbouring chunks overlap each other and the backward.
 
 Guarantees: memory is the pool's "optimizer" and "small" reservations (``state_buffer.purpose_of``). Chunks are updated in the
-order in which they arrived. Every chunk that was expected is finished once, well or not. ``barrier`` returns once all are, or
-raises the first failure, after which nothing more is taken (``refuse_if_failed``) until ``settle``.
+order in which they arrived, those for which nobody waits (``Kept.STATES``) after others. Every chunk that was expected is
+finished once, well or not. ``barrier`` returns once all are, or raises the first failure, after which nothing more is taken
+(``refuse_if_failed``) until ``settle``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import copy
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import torch
 
 from lohan_fx.errors import LaneTimeout, StepError
-from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, wait_for_all
+from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, wait_for_all
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import wait_hearing
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
@@ -57,11 +59,12 @@ class ChunkPipeline:
         with self.changed:
             # Reading may start here and now unless older jobs still wait for a buffer: they come first.
             queue = self._reading if not self._arrived and self._start_reading(job) else self._arrived
-            queue.append(job)
+            place = len(queue) if queue is self._reading else place_of(job, queue)
+            queue.insert(place, job)
             try:
                 self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
             except BaseException:
-                queue.pop()
+                del queue[place]
                 raise
 
     @contextmanager
@@ -173,14 +176,13 @@ class ChunkPipeline:
             job.failure = error
 
     def _process(self, job: ChunkUpdate) -> None:
-        machine, states = self._machine, job.states
-        assert states is not None
+        machine = self._machine
         wait_for_all(job.reads)
         if job.failure is not None:
             raise job.failure
         job.compute(self._machine, job.arrived())
         job.let_gradient_go()
-        writes = states.to_write()
+        writes = job.writes()
         done = Countdown(len(writes), functools.partial(self._written, job))
         for extent, offset, memory, nbytes in writes:
             write = functools.partial(self._write, job, done, extent, offset, memory, nbytes)
@@ -215,3 +217,15 @@ class ChunkPipeline:
             self.changed.notify_all()
         if job.update is not None:
             job.update.part_done(error)
+
+
+class _Waits(Protocol):
+    kept: Kept
+
+
+def place_of(job: _Waits, waiting: Sequence[_Waits]) -> int:
+    """Where ``job`` stands among those that wait for a buffer: before those that nobody waits for. The first one stays, because
+    the lane may be waiting for its buffer."""
+    if job.kept is Kept.STATES or not waiting or waiting[-1].kept is not Kept.STATES:
+        return len(waiting)
+    return next((place for place, other in enumerate(waiting) if place and other.kept is Kept.STATES), len(waiting))

@@ -22,7 +22,7 @@ from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import Chunk, Held
-from lohan_fx.runtime.state_buffer import StateBuffer
+from lohan_fx.runtime.state_buffer import Movement, StateBuffer
 
 
 class Purpose(enum.Enum):
@@ -32,6 +32,16 @@ class Purpose(enum.Enum):
     """More gradients of this step will come, or might, or updates run after the backward: add it to what is held."""
     APPLY = "apply"
     """It is the step's last: update with the sum of it and what is held."""
+
+
+class Kept(enum.Enum):
+    """What of an update goes where it came from."""
+
+    ALL = "all"
+    COPY = "copy"
+    """The compute-dtype copy, which the forward waits for: the first time of two."""
+    STATES = "states"
+    """Master and moments, which nobody waits for before the next update: the second time."""
 
 
 @dataclass
@@ -51,6 +61,7 @@ class ChunkUpdate:
     steps_done: int
     factors: tuple[float, ...] = ()
     update: Arrival | None = None
+    kept: Kept = Kept.ALL
     gradient: Buffer | None = None
     in_place: torch.Tensor | None = None
     left: Countdown | None = None
@@ -66,6 +77,12 @@ class ChunkUpdate:
     def measures(self) -> bool:
         """Whether this is the time to take the norm of what is held: it is a sum, and will not be in memory."""
         return not self.updates and self.adds and self.held is not None and self.held.memory is None
+
+    def writes(self) -> list[Movement]:
+        """What goes to the store afterwards."""
+        assert self.states is not None
+        states, copy = self.states.to_write()
+        return [*(states if self.kept is not Kept.COPY else ()), *(copy if self.kept is not Kept.STATES else ())]
 
     def arrived(self) -> torch.Tensor | None:
         """The gradient, or None where only what is held is applied."""
@@ -97,7 +114,8 @@ class ChunkUpdate:
                 gradient = states.gradient(arrived, part, self.factors)
                 moments = states.exp_avg[part], states.exp_avg_sq[part]
                 adam.update(self.options, self.steps_done, states.master[part], gradient, *moments)
-                states.make_compute_copy(machine.link, part)
+                if self.kept is not Kept.STATES:
+                    states.make_compute_copy(machine.link, part)
 
 
 class Countdown:

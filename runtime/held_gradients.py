@@ -36,6 +36,7 @@ class HeldGradients:
         self.hold_bytes = 0
         self._late: set[int] = set()
         self._deferred: set[int] = set()
+        self._twice: set[int] = set()
         self._planned: dict[int, tuple[torch.device | None, int]] = {}
 
     # --- where ------------------------------------------------------------------------------------------------
@@ -54,6 +55,7 @@ class HeldGradients:
         homes = {p.name: p for p in plan.parameters}
         self._late.clear()
         self._deferred.clear()
+        self._twice.clear()
         self._planned.clear()
         self._forget_places()
         for slot, parameter in self._slots.items():
@@ -64,6 +66,8 @@ class HeldGradients:
             self._planned[slot] = memory_of(home.gradient_home, device), home.held_bytes if in_memory else 0
             late = home.optimizer_runs is OptimizerTiming.AFTER_BACKWARD
             (self._late if late else self._deferred).add(slot)
+            if home.updated_twice:
+                self._twice.add(slot)
         if plan.prediction is not None:
             self.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
 
@@ -74,6 +78,10 @@ class HeldGradients:
     def deferred(self, slot: int) -> bool:
         """Whether the plan says that ``slot`` is updated beside the next forward."""
         return slot in self._deferred
+
+    def updated_twice(self, slot: int) -> bool:
+        """Whether the plan says that the update beside the next forward writes no states, and the backward's does."""
+        return slot in self._twice
 
     def make_room(self, slot: int, *, alone: bool = False) -> Held:
         """See to it that a gradient of ``slot`` can be held. ``alone``: it is the only one of its step, and kept as it is."""

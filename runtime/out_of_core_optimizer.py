@@ -16,15 +16,16 @@ parameter is not offered again before the one before it is in place.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.chunk_pipeline import BARRIER_TIMEOUT_S, ChunkPipeline
-from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Purpose
+from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, Purpose
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
@@ -51,6 +52,8 @@ class OutOfCoreOptimizer:
         self._chunks = ChunkPipeline(machine, residency)
         self._window_used = 0
         self._pending: dict[int, Arrival] = {}
+        self._again: dict[int, list[ChunkUpdate]] = {}
+        self._repeating: dict[int, Arrival] = {}
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
@@ -126,43 +129,79 @@ class OutOfCoreOptimizer:
             for c in parameter.chunks(self._chunk_elements)
         ]
 
-    def apply_held(self, slot: int, options: AdamOptions) -> None:
-        """Update ``slot`` with what is held of its gradient; ``pending`` tells when that is done."""
+    def apply_held(self, slot: int, options: AdamOptions, *, twice: bool = False) -> None:
+        """Update ``slot`` with what is held of its gradient; ``pending`` tells when that is done.
+
+        ``twice``: what the forward waits for is made first, and nothing else is written; ``repeat`` has the states updated,
+        where they are on NVMe.
+        """
         parameter = self._slots[slot]
         here = self._in_memory(slot, Purpose.APPLY)
+        twice = twice and self._can_repeat(slot)
         jobs = self._jobs(parameter, Purpose.APPLY, options)
         if here:
             self._update_here(jobs, None)
             return
+        if twice:
+            self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES) for job in jobs]
+            for job in jobs:
+                job.kept = Kept.COPY
+        self._begin(slot, jobs, self._pending, f"update of {parameter.name}")
+
+    def _can_repeat(self, slot: int) -> bool:
+        """Whether an update gives the same when it is made a second time: from what it leaves as it was."""
+        return self._residency[slot].master is None and not self._slots[slot].is_master
+
+    def repeat(self, order: Iterable[int]) -> None:
+        """Begin the second time of what ``apply_held`` began, behind all first ones; those in ``order`` first."""
+        for slot in [*(slot for slot in order if slot in self._again), *self._again]:
+            if (jobs := self._again.pop(slot, None)) is not None:
+                self._begin(slot, jobs, self._repeating, f"states of {self._slots[slot].name}")
+
+    def _begin(self, slot: int, jobs: Sequence[ChunkUpdate], under_way: dict[int, Arrival], label: str) -> None:
+        """Send ``jobs`` on their way; ``under_way`` has ``slot`` until they are at its end, or for good if they fail."""
         self._chunks.expect(len(jobs))
-        update = Arrival(f"update of {parameter.name}", len(jobs), BARRIER_TIMEOUT_S)
-        self._pending[slot] = update
-        update.then(functools.partial(self._settled, slot, update))
+        update = Arrival(label, len(jobs), BARRIER_TIMEOUT_S)
+        under_way[slot] = update
+        update.then(functools.partial(_settled, slot, update, under_way))
         for job in jobs:
             job.update = update
             with self._chunks.finished_if_failing(job):
                 self._chunks.arrive(job)
 
     def pending(self, slot: int) -> Arrival | None:
-        """The update of ``slot`` that ``apply_held`` began and that is not in place; one that failed stays."""
+        """The update of ``slot`` that ``apply_held`` began and that is not in place, as far as a fetch is concerned; one that
+        failed stays."""
         return self._pending.get(slot)
+
+    def is_pending(self, slot: int) -> bool:
+        """Whether any of an update of ``slot`` that ``apply_held`` began is not in place."""
+        return slot in self._pending or slot in self._again or slot in self._repeating
+
+    def finish_repeating(self, slot: int) -> None:
+        """Wait until the states of ``slot`` are as its last update leaves them; raises what failed."""
+        update = self._repeating.get(slot)
+        if update is not None:
+            self._finish(update)
 
     def update_failed(self) -> bool:
         """Whether an update that ``apply_held`` began has failed."""
-        return any(update.error is not None for update in list(self._pending.values()))
+        return any(update.error is not None for update in self._under_way())
 
     def finish_updates(self) -> None:
         """Wait for every update that ``apply_held`` began; raises the first failure."""
-        for update in list(self._pending.values()):
-            if not update.done():
-                with self._machine.timeline.stall(update.label):
-                    update.settle()
-            if update.error is not None:
-                raise copy.copy(update.error)
+        for update in self._under_way():
+            self._finish(update)
 
-    def _settled(self, slot: int, update: Arrival) -> None:
-        if update.error is None and self._pending.get(slot) is update:
-            del self._pending[slot]
+    def _under_way(self) -> list[Arrival]:
+        return [*list(self._pending.values()), *list(self._repeating.values())]
+
+    def _finish(self, update: Arrival) -> None:
+        if not update.done():
+            with self._machine.timeline.stall(update.label):
+                update.settle()
+        if update.error is not None:
+            raise copy.copy(update.error)
 
     def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """Wait until everything offered so far is in place; raises the first failure."""
@@ -172,7 +211,8 @@ class OutOfCoreOptimizer:
         """After a failure: wait until the lanes have let go of everything, and forget the failure."""
         self._chunks.settle(timeout_s)
         with self._chunks.changed:
-            self._pending.clear()
+            for under_way in (self._pending, self._again, self._repeating):
+                under_way.clear()
             self._window_used = 0
 
     @property
@@ -212,6 +252,11 @@ class OutOfCoreOptimizer:
         with self._chunks.changed:
             self._window_used -= nbytes
             self._chunks.changed.notify_all()
+
+
+def _settled(slot: int, update: Arrival, under_way: dict[int, Arrival]) -> None:
+    if update.error is None and under_way.get(slot) is update:
+        del under_way[slot]
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -172,24 +172,24 @@ class StateBuffer:
     def _compute_bytes(self) -> torch.Tensor:
         return self._bytes(4)[: self._chunk.elements * self._chunk.parameter.compute_dtype.itemsize]
 
-    def to_write(self) -> list[Movement]:
-        """What must be written after the update, or after a sum that is held."""
+    def to_write(self) -> tuple[list[Movement], list[Movement]]:
+        """What must be written after the update, states and compute-dtype copy; or after a sum that is held."""
         chunk, parameter, resident = self._chunk, self._chunk.parameter, self._resident
         nbytes = chunk.elements * STATE_DTYPE.itemsize
         if not self._updates:
-            return self._held_away()
-        found: list[Movement] = []
+            return self._held_away(), []
+        states: list[Movement] = []
         if resident.master is None:
-            found.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))
-            found.append((parameter.moments_extent, chunk.moments_offset, self._moments(), 2 * chunk.padded_bytes))
+            states.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))
+            states.append((parameter.moments_extent, chunk.moments_offset, self._moments(), 2 * chunk.padded_bytes))
         streamed = resident.compute is None and not (parameter.is_master and resident.master is None)
-        if streamed:
-            # A resident master of the compute dtype is not in the buffer yet; copied, it gets page alignment too.
-            source = self._bytes(4)
-            if parameter.is_master:
-                source.view(STATE_DTYPE)[: chunk.elements].copy_(self.master)
-            found.append((parameter.streamed_extent, chunk.streamed_offset, source, self._compute_length()))
-        return found
+        if not streamed:
+            return states, []
+        # A resident master of the compute dtype is not in the buffer yet; copied, it gets page alignment too.
+        source = self._bytes(4)
+        if parameter.is_master:
+            source.view(STATE_DTYPE)[: chunk.elements].copy_(self.master)
+        return states, [(parameter.streamed_extent, chunk.streamed_offset, source, self._compute_length())]
 
     def _compute_length(self) -> int:
         return self._chunk.elements * self._chunk.parameter.compute_dtype.itemsize

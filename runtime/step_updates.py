@@ -43,6 +43,7 @@ class StepUpdates:
         self.applied_with: dict[int, AdamOptions] = {}
         self.holds = False
         self._fetched: dict[int, None] = {}
+        self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
         self._optimizer: OutOfCoreOptimizer | None = None
@@ -102,6 +103,9 @@ class StepUpdates:
         if slot not in self._reached:
             return
         assert self.options is not None
+        # The gradient before this one is given up with the states that still come of it.
+        self._ready().finish_repeating(slot)
+        self._taken.setdefault(slot)
         options = self.options(slot)
         if options is None:
             return
@@ -185,6 +189,7 @@ class StepUpdates:
             if now:
                 optimizer.barrier()
             self._apply(later)
+            self._repeat()
         except Exception as error:
             self._micro_batches.backward_failed(error)
             self.failed(error)
@@ -201,12 +206,23 @@ class StepUpdates:
             if options is not None:
                 self._micro_batches.gradient_applied()
                 self.applied_with[slot] = options
-                try:
-                    self._ready().apply_held(slot, options)
-                except BaseException as error:
-                    # Also of Ctrl-C: how far an update on this thread had come, nobody could tell the next call.
-                    self._micro_batches.update_failed(error)
-                    raise
+                with self._torn_if_interrupted():
+                    self._ready().apply_held(slot, options, twice=self._gradients.updated_twice(slot))
+
+    def _repeat(self) -> None:
+        """Begin the second time of updates that are made twice, in the order in which their next gradients will come."""
+        with self._torn_if_interrupted():
+            self._ready().repeat(self._taken)
+        self._taken.clear()
+
+    @contextmanager
+    def _torn_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # Also of Ctrl-C: how far an update on this thread had come, nobody could tell the next call.
+            self._micro_batches.update_failed(error)
+            raise
 
     def _to_apply(self) -> tuple[list[int], list[int]]:
         """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins: first
@@ -220,7 +236,7 @@ class StepUpdates:
     def pending(self) -> list[int]:
         """The slots whose updates ``finish_step`` began and that are not in place."""
         optimizer = self._optimizer
-        return [] if optimizer is None else [slot for slot in self._slots if optimizer.pending(slot) is not None]
+        return [] if optimizer is None else [slot for slot in self._slots if optimizer.is_pending(slot)]
 
     def finish_updates(self) -> None:
         """Wait for the updates that ``finish_step`` began."""

@@ -102,9 +102,11 @@ def _corrected(
             + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes")),
         ),
     )
-    adam_s = adam(of("adam_parameters"), *rates)
+    adam_s = adam(of("adam_parameters") + of("repeated_adam_parameters"), *rates)
+    repeated = of("repeated_state_bytes")
     read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
-    written = of("state_write_bytes") + held + next_held
+    read += repeated + of("repeated_held_nvme_bytes")
+    written = of("state_write_bytes") + repeated + held + next_held
     served = per_request * of("backward_requests") + per_byte * (read + written)
     blocking_read, blocking_written = of("blocking_read_bytes"), of("blocking_write_bytes")
     # While compute waits for an update, nothing is taken from it by that.
@@ -119,6 +121,7 @@ def _corrected(
             + of("recompute_s")
             + of("adam_on_device") * adam_s
             + one_core_s("state_read_bytes")
+            + one_core_s("repeated_state_bytes")
             + served
             + sympy.Max(0, drives(blocking_read, blocking_written) - of("blocking_hidden_s") - blocking_served),
         ),

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import lohan_fx
 from benchmarks.held_on_nvme import leave_no_memory_to_hold
-from lohan_fx import problem
+from lohan_fx import holding, problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
 from lohan_fx.shell import Shell
@@ -82,6 +82,7 @@ class AnyLoop(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="lohan-any-loop-"))
         self.small, problem.SMALL_PARAMETER_ELEMENTS = problem.SMALL_PARAMETER_ELEMENTS, MATRIX_ELEMENTS
+        self.chosen = holding._some_updated_twice
         self.ours: Any = None
 
     @initialize(
@@ -96,12 +97,15 @@ class AnyLoop(RuleBasedStateMachine):
         hyper=st.fixed_dictionaries({"fused": st.booleans(), "maximize": st.booleans()}),
         groups=st.booleans(),
         on_nvme=st.booleans(),
+        twice=st.sampled_from([None, 0.5, 1.0]),
     )
     def begin(
         self, policy: str, model: dict[str, Any], frozen: str, holds: bool, accumulation: int | None, checkpoints: int,
-        hyper: dict[str, Any], groups: bool, on_nvme: bool,
+        hyper: dict[str, Any], groups: bool, on_nvme: bool, twice: float | None,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
+        if twice is not None:
+            holding._some_updated_twice = lambda _, __, plan: holding.updated_twice(plan, twice)
         self.options: dict[str, Any] = {
             "policy": policy, "hold_gradients": holds, "checkpoints": checkpoints, "host_memory": "2GiB",
             "compute_dtype": self.dtype, "nvme": self.directory / "ours",
@@ -140,7 +144,7 @@ class AnyLoop(RuleBasedStateMachine):
                 self._look()
                 lohan_fx.release(self.ours)
         finally:
-            problem.SMALL_PARAMETER_ELEMENTS = self.small
+            problem.SMALL_PARAMETER_ELEMENTS, holding._some_updated_twice = self.small, self.chosen
             shutil.rmtree(self.directory)
             torch._dynamo.reset()
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from lohan_fx import holding
 from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.plan import OptimizerTiming, Plan, Tier, Use
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier, Use
 from lohan_fx.planner import make_plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import Problem
+from lohan_fx.step_time import step_seconds
 from tests.lohan_fx.test_planner import FIXED, MEMORY, MIB, PEAK, PROBLEMS, fits, hardware, problem
 
 
@@ -86,3 +88,57 @@ def test_the_division_counts_gradients_that_wait(shared: bool) -> None:
     assert held > 0
     assert sum(share.bytes for share in host if share.use is Use.GRADIENTS) == held
     assert sum(share.bytes for share in host) == 400 * MIB
+
+
+SPREAD = (0.0, 0.125, 0.5, 0.875, 1.0)
+
+
+@given(PROBLEMS, MEMORY, MEMORY)
+def test_updates_are_made_twice_where_that_is_faster_by_the_formula(
+    make: Callable[[int, int], Problem], host: int, device: int
+) -> None:
+    asked = replace(make(host, device), holds=True)
+    hw = hardware(asked.budgets.shared)
+    try:
+        plan = make_plan(asked, hw)
+    except InfeasiblePlan:
+        return
+    assert all(p.states_home is Tier.NVME and p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in _twice(plan))
+    assert all(p.bytes != 4 * p.numel for p in _twice(plan))
+    others = [step_seconds(asked, hw, holding.updated_twice(plan, share)) for share in SPREAD]
+    assert step_seconds(asked, hw, plan) * (1 - holding.WORTH_IT) <= min(others) + 1e-12
+
+
+def _twice(plan: Plan) -> list[ParameterPlan]:
+    return [p for p in plan.parameters if p.updated_twice]
+
+
+def test_where_drives_bind_the_forward_some_are_and_where_they_bind_all_none() -> None:
+    """8 bytes a parameter of bf16 and states move in the forward; the backward has compute to hide them beside, or not."""
+    asked = _in_bf16(problem(FIXED + 20 * MIB, PEAK + 300 * MIB, shared=False, holds=True))
+    hw = hardware(False)
+    slow = replace(asked, forward_s=0.0, backward_s=1.0)
+    once = holding.updated_twice(make_plan(slow, hw), 0.0)
+    assert any(holding.can_be_updated_twice(p) for p in once.parameters)
+    bound_s = step_seconds(replace(slow, backward_s=0.0), hw, once)
+    hiding = make_plan(replace(asked, forward_s=0.0, backward_s=bound_s), hw)
+    assert _twice(hiding)
+    assert not _twice(make_plan(replace(asked, forward_s=0.0, backward_s=0.0), hw))
+    assert not _twice(make_plan(replace(asked, forward_s=10 * bound_s, backward_s=10 * bound_s), hw))
+
+
+def _in_bf16(asked: Problem) -> Problem:
+    return replace(asked, parameters=tuple(replace(p, bytes=2 * p.numel) for p in asked.parameters))
+
+
+@pytest.mark.parametrize("share", SPREAD)
+def test_those_updated_twice_are_spread_over_the_layers(share: float) -> None:
+    asked = _in_bf16(problem(10_000 * MIB, 10_000 * MIB, shared=False, policy="keep", holds=True))
+    plan = make_plan(asked, hardware(False))
+    many = tuple(replace(p, name=f"{p.name}.{n}") for n in range(40) for p in plan.parameters)
+    found = holding.updated_twice(replace(plan, parameters=many), share)
+    can = [p for p in found.parameters if holding.can_be_updated_twice(p)]
+    for begin in (0, len(can) // 2):
+        part = can[begin : begin + len(can) // 2]
+        made = sum(p.numel for p in part if p.updated_twice) / sum(p.numel for p in part)
+        assert made == pytest.approx(share, abs=0.05)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lohan_fx
-from lohan_fx import simulate, simulated_machine, timeline_chart
+from lohan_fx import holding, simulate, simulated_machine, timeline_chart
 from lohan_fx.meta import Cost, Phase
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
@@ -171,6 +171,40 @@ def test_updates_beside_the_next_forward_are_there_and_before_their_fetch(device
         fetched = [e.start_s for e in step.events if e.label == f"read {name}:compute"]
         assert updated and max(updated) <= min(fetched) + 1e-9
         assert max(updated) <= step.forward_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("gradients", [Tier.HOST, Tier.NVME])
+def test_the_second_time_of_updates_made_twice_moves_states_beside_the_backward(device: str, gradients: Tier) -> None:
+    """Where the forward is bound by drives that rest in the backward, the step is shorter; what moves is as counted."""
+    plan = late(plan_for(found := captured("transformer"), Keep()), gradients, OptimizerTiming.NEXT_FORWARD)
+    halved = (dataclasses.replace(p, bytes=p.bytes // 2) for p in plan.parameters)  # copies of their own
+    once = dataclasses.replace(plan, device=device, parameters=tuple(halved))
+    twice = holding.updated_twice(once, 1.0)
+    assert all(p.updated_twice for p in twice.parameters)
+
+    def seconds(cost: Cost) -> float:
+        return 0.0 if cost.is_view else 0.01 if cost.phase is Phase.FORWARD else 5.0
+
+    steps = {}
+    for made in (once, twice):
+        halves, hw = rewrite(found, made), machine(device=device, adam_parameters_per_s=1e9)
+        step, work = simulate(halves, made, hw, node_seconds=seconds), traffic(halves, made, seconds)
+        assert (step.nvme_read_bytes, step.nvme_write_bytes) == (work.nvme_read_bytes, work.nvme_write_bytes)
+        steps[made.parameters[0].updated_twice] = step, work
+    assert steps[True][0].step_s < 0.95 * steps[False][0].step_s
+    assert steps[True][1].nvme_write_bytes == steps[False][1].nvme_write_bytes
+    states, numel = steps[True][1].repeated_state_bytes, sum(p.numel for p in plan.parameters)
+    held = steps[True][1].repeated_held_nvme_bytes
+    assert (states, held) == (12 * numel, 2 * numel * (gradients is Tier.NVME))
+    assert steps[True][1].nvme_read_bytes == steps[False][1].nvme_read_bytes + states + held
+    step = steps[True][0]
+    for name in (p.name for p in twice.parameters):
+        (copied,) = (e for e in step.events if e.label == f"write {name}:compute")
+        fetched = [e.start_s for e in step.events if e.label == f"read {name}:compute"]
+        written = [e.start_s for e in step.events if e.label == f"write {name}:master"]
+        assert copied.end_s <= min(fetched) + 1e-9
+        assert min(written) >= copied.start_s
 
 
 def test_putting_off_what_the_drives_have_no_time_for_shortens_the_step() -> None:

@@ -201,6 +201,86 @@ def test_one_that_is_alone_is_held_as_it_is_and_scaled_when_it_is_applied(in_mem
         rig.same()
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_updates_made_twice_write_first_what_the_forward_waits_for(in_memory: bool, any_rig: Rig) -> None:
+    rig = any_rig
+    copied = rig.slots[0].compute_dtype != torch.float32
+    rig.gradients.hold_bytes = 1 << 20 if in_memory else 0
+    for seed in range(3):
+        rig.offer(seed, Purpose.HOLD)
+        rig.optimizer.barrier(PATIENCE_S)
+        before = {slot: rig.states.read_parameter(slot) for slot in rig.slots}
+        for slot in rig.slots:
+            rig.gradients.scale(slot, torch.tensor(0.3))
+            rig.optimizer.apply_held(slot, OPTIONS, twice=True)
+        for slot in rig.slots:
+            if (update := rig.optimizer.pending(slot)) is not None:
+                update.wait(PATIENCE_S)
+            assert rig.optimizer.is_pending(slot) is copied
+            assert torch.equal(rig.states.read_parameter(slot), before[slot]) is copied
+        rig.optimizer.repeat([1, 0])
+        rig.gradients.forget()
+        rig.optimizer.finish_repeating(0)
+        rig.optimizer.finish_repeating(1)
+        assert not any(map(rig.optimizer.is_pending, rig.slots))
+        for slot, found in rig.expected.items():
+            found.grad = rig.gradient(slot, seed).float().mul_(torch.tensor(0.3))
+        rig.reference.step()
+        rig.same()
+
+
+def test_gradients_that_are_held_do_not_queue_behind_the_second_time(tmp_path: Path) -> None:
+    """Compute waits for those, and for the second time only where the same parameter has its next gradient."""
+    for rig in rigged(tmp_path, compute=torch.bfloat16, shares_memory=False):
+        rig.offer(0, Purpose.HOLD)
+        rig.optimizer.barrier(PATIENCE_S)
+        rig.optimizer.apply_held(0, OPTIONS, twice=True)
+        update = rig.optimizer.pending(0)
+        assert update is not None
+        update.wait(PATIENCE_S)
+        order: list[str] = []
+        span = rig.machine.timeline.span
+
+        def noted(lane: str, label: str, nbytes: int = 0, span: Any = span, order: list[str] = order) -> Any:
+            if lane == "cpu":
+                order.append(label)
+            return span(lane, label, nbytes)
+
+        gate = threading.Event()
+        rig.machine.timeline.span = noted  # type: ignore[method-assign]
+        rig.machine.cpu.submit(lambda gate=gate: gate.wait(PATIENCE_S))  # type: ignore[misc]
+        rig.optimizer.repeat([0])
+        rig.optimizer.offer(1, rig.gradient(1, 1), Purpose.HOLD, None)
+        rig.machine.d2h.drain(PATIENCE_S)
+        gate.set()
+        rig.optimizer.barrier(PATIENCE_S)
+        # Two of four chunks have a buffer already, and the third is the first to wait for one.
+        assert order == [*["update of long"] * 3, "update of small", "update of long"]
+
+
+@pytest.mark.parametrize("what", ["preadv", "pwritev"])
+def test_a_second_time_that_fails_is_heard_of_and_forgotten_with_the_states(what: str, tmp_path: Path) -> None:
+    for rig in rigged(tmp_path, compute=torch.bfloat16):
+        rig.offer(0, Purpose.HOLD)
+        rig.optimizer.barrier(PATIENCE_S)
+        for slot in rig.slots:
+            rig.optimizer.apply_held(slot, OPTIONS, twice=True)
+        rig.optimizer.barrier(PATIENCE_S)
+        assert not rig.optimizer.update_failed()
+        rig.backend.faults[what] = [errno.EIO]
+        with suppress(StoreError):  # it may be known before the last of them has begun
+            rig.optimizer.repeat([0])
+        with pytest.raises(StoreError):
+            rig.optimizer.finish_updates()
+        assert rig.optimizer.update_failed()
+        with pytest.raises(StoreError):
+            rig.optimizer.finish_repeating(0)
+        rig.optimizer.settle(PATIENCE_S)
+        assert not rig.optimizer.update_failed()
+        rig.gradients.forget()
+        starts_over(rig)
+
+
 @pytest.mark.parametrize("what", ["preadv", "pwritev"])
 def test_an_update_that_fails_is_heard_of_by_those_who_wait_for_it(what: str, rig: Rig) -> None:
     rig.offer(0, Purpose.HOLD)
