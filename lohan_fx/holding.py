@@ -21,11 +21,42 @@ ATTEMPTS = 3
 """How often a policy decides again because gradients that wait need memory which its plan has filled."""
 
 
-def plan_holding(problem: Problem, hw: HardwareProfile, decide: Callable[[Problem, HardwareProfile], Plan]) -> Plan:
-    """What ``decide`` plans, with every update begun by ``step()``.
+Decide = Callable[[Problem, HardwareProfile], Plan]
+
+
+def plan_holding(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
+    """What ``decide`` plans, with every update begun by ``step()``: the faster, by the formula, of what it plans knowing that,
+    and of what it plans for updates on arrival, put off. A policy that does not decide when to update has but the second.
+
+    Raises ``InfeasiblePlan`` where neither fits.
+    """
+    known = _known(problem, hw, decide)
+    try:
+        put_off = _put_off(dataclasses.replace(problem, holds=False), hw, decide)
+    except InfeasiblePlan:
+        if known is None:
+            raise
+        return known
+    if known is None or step_seconds(problem, hw, put_off) <= step_seconds(problem, hw, known):
+        return put_off
+    return known
+
+
+def _known(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan | None:
+    """The plan that ``decide`` makes where all gradients wait; None where it leaves any of them out, or nothing fits."""
+    try:
+        plan = decide(problem, hw)
+    except InfeasiblePlan:
+        return None
+    waits = (p.gradient_home is not None and p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in plan.parameters)
+    return plan if all(waits or not p.trainable for p, waits in zip(plan.parameters, waits, strict=True)) else None
+
+
+def _put_off(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
+    """What ``decide`` plans for updates on arrival, with every update begun by ``step()``.
 
     A gradient that is updated where it is needs nothing; on its way to the drives it takes memory. Where the plan has filled
-    that, it is made again with so much less. Raises ``InfeasiblePlan`` where that does not fit either.
+    that, it is made again with so much less.
     """
     first = plan = decide(problem, hw)
     budgets = problem.budgets

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lohan_fx import problem as problems
 from lohan_fx.hardware import HardwareProfile
@@ -25,14 +26,20 @@ from lohan_fx.memory_model import parameter_bytes
 from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing, quantities_of
 from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.search import read, useful
-from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from lohan_fx.plan import SUM_BYTES, Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
 from lohan_fx.step_time import device_of, fetches_of, handover_adds, parameter_adds, quantities_of_plan, stage_lanes
 
-Homes = tuple[Tier, Tier | None, Tier | None]
-"""Where a parameter, its optimizer states and its waiting gradient live; None for the states of a frozen one, and for
-the gradient of one that is updated when it arrives."""
+
+class Homes(NamedTuple):
+    """Where a parameter, its optimizer states and its waiting gradient live; None for the states of a frozen one, and for
+    the gradient of one that is updated when it arrives. ``twice``: updated so (docs/0036)."""
+
+    parameter: Tier
+    states: Tier | None
+    gradient: Tier | None = None
+    twice: bool = False
 
 
 ROUNDING = 1e-6
@@ -113,19 +120,28 @@ def _decisions(nbytes: int, hw: HardwareProfile, *, shared: bool) -> tuple[Decis
 
 
 def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Homes, ...]:
-    """What there is to choose from; last what takes least memory."""
+    """What there is to choose from; last what takes least memory. Where all gradients wait, none is updated on arrival."""
+    held = problem.holds and p.trainable
     if p.numel <= problems.SMALL_PARAMETER_ELEMENTS:
-        return ((Tier.DEVICE, Tier.HOST if p.trainable else None, None),)
+        return (Homes(Tier.DEVICE, Tier.HOST if p.trainable else None, Tier.HOST if held else None),)
     nvme = (Tier.NVME,) if hw.nvme else ()
     homes = (Tier.DEVICE, *(() if problem.budgets.shared else (Tier.HOST,)), *nvme)
     states = (Tier.HOST, *nvme) if p.trainable else (None,)
     found: list[Homes] = []
     for home, states_home in itertools.product(homes, states):
         moves = not problem.budgets.shared or Tier.NVME in (home, states_home)
-        if p.trainable and moves and p.name not in problem.ends.first_fetches:
-            found += [(home, states_home, waits) for waits in (Tier.HOST, *nvme)]
-        found.append((home, states_home, None))
+        if held or (p.trainable and moves and p.name not in problem.ends.first_fetches):
+            for waits in (Tier.HOST, *nvme):
+                found += [Homes(home, states_home, waits, twice) for twice in _times(p, problem, states_home)]
+        if not held:
+            found.append(Homes(home, states_home))
     return tuple(found)
+
+
+def _times(p: ParameterFacts, problem: Problem, states_home: Tier | None) -> tuple[bool, ...]:
+    """Whether an update beside the next forward is made twice: of such as are all put off."""
+    may = problem.holds and problem.windows.optimizer_buffers > 1 and states_home is Tier.NVME
+    return (True, False) if may and p.bytes != SUM_BYTES * p.numel else (False,)
 
 
 def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
@@ -137,11 +153,11 @@ def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
-    home, states_home, waits = at
+    home, states_home, waits, twice = at
     runs = OptimizerTiming.NEXT_FORWARD if waits is not None else OptimizerTiming.IN_BACKWARD
     runs = runs if p.trainable else OptimizerTiming.NONE
     layer = layer_of_parameter(p.name)
-    placed = ParameterPlan(p.name, layer, p.numel, p.bytes, p.trainable, home, states_home, runs, waits)
+    placed = ParameterPlan(p.name, layer, p.numel, p.bytes, p.trainable, home, states_home, runs, waits, twice)
     shared = problem.budgets.shared
     device, host = parameter_bytes(placed, device_of(problem))
     held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
@@ -208,14 +224,17 @@ def plan_of(joint: JointModel, decisions: dict[str, Decision], treated: Sequence
     homes: dict[str, Tier] = {}
     resident: set[str] = set()
     waiting: dict[str, Tier] = {}
+    repeated: set[str] = set()
     for names, options, counts in zip(joint.names, joint.homes, treated, strict=True):
-        for name, (home, states_home, waits) in zip(names, _spread(options, counts), strict=True):
+        for name, (home, states_home, waits, twice) in zip(names, _spread(options, counts), strict=True):
             homes[name] = home
             if states_home is Tier.HOST:
                 resident.add(name)
             if waits is not None:
                 waiting[name] = waits
-    return build_plan(joint.problem, decisions, homes, Tier.NVME, resident, waiting=waiting)
+            if twice:
+                repeated.add(name)
+    return build_plan(joint.problem, decisions, homes, Tier.NVME, resident, waiting=waiting, twice=repeated)
 
 
 def _spread(options: Sequence[Homes], counts: Sequence[int]) -> list[Homes]:
@@ -223,7 +242,7 @@ def _spread(options: Sequence[Homes], counts: Sequence[int]) -> list[Homes]:
     waits for the drives, which idle in the next row. The first layers get what takes most memory, because their gradients
     come late, and the last ones wait for the next forward, which comes to them late."""
     used = [(at, count) for at, count in zip(options, counts, strict=True) if count]
-    used.sort(key=lambda option: option[0][-1] is not None)
+    used.sort(key=lambda option: option[0].gradient is not None)
     last = max(len(used) - 1, 1)
     placed = [
         ((number + rank / last) / count, rank, at) for rank, (at, count) in enumerate(used) for number in range(count)

@@ -63,7 +63,8 @@ class Found:
 def joint_search(problem: Problem, hw: HardwareProfile) -> Plan:
     """The fastest plan found. Raises ``InfeasiblePlan`` where the budgets are too small for any."""
     decisions = saving(problem, useful(problem.activations), Keep())
-    everything = build_plan(problem, decisions, default_homes(problem, Tier.DEVICE), Tier.HOST)
+    homes = default_homes(problem, Tier.DEVICE)
+    everything = build_plan(problem, decisions, homes, Tier.HOST, waiting=_all_wait(problem, Tier.HOST))
     # A GPU's parameters that the CPU updates may be better off in host memory: they are fetched beside compute. What is kept
     # is there at once at the end of the forward: often enough to see that it does not fit.
     fastest = not any(p.returns_to(everything.device) for p in everything.parameters)
@@ -200,7 +201,8 @@ def _least(problem: Problem) -> tuple[Problem, Plan, int]:
             continue
         for decision in (Swap(Tier.NVME), Keep()):
             decisions = saving(problem, problem.activations.mandatory, decision)
-            plan = build_plan(asked, decisions, default_homes(problem, Tier.NVME), Tier.NVME)
+            homes = default_homes(problem, Tier.NVME)
+            plan = build_plan(asked, decisions, homes, Tier.NVME, waiting=_all_wait(problem, Tier.NVME))
             if _kept_bytes(plan) > _in_flight_bytes(plan):
                 continue
             found.append((asked, plan, problem.device_peak(plan)))
@@ -208,6 +210,11 @@ def _least(problem: Problem) -> tuple[Problem, Plan, int]:
                 return found[-1]
     check(problem, *min(found, key=lambda tried: tried[2])[1:])
     raise AssertionError("check raises where nothing fits")
+
+
+def _all_wait(problem: Problem, tier: Tier) -> dict[str, Tier]:
+    """At ``tier``, where all gradients wait for the end of their step."""
+    return {p.name: tier for p in problem.parameters if p.trainable and problem.holds}
 
 
 def _in_flight_bytes(plan: Plan) -> int:

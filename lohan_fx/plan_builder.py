@@ -35,11 +35,12 @@ def build_plan(
     *,
     optimizer_runs: OptimizerTiming = OptimizerTiming.IN_BACKWARD,
     waiting: Mapping[str, Tier] | None = None,
+    twice: Collection[str] = (),
 ) -> Plan:
     """The ``Plan`` of ``problem`` with these decisions; trained parameters are updated when ``optimizer_runs`` says.
 
     ``resident``: parameters whose states stay in host memory wherever the others' are. ``waiting``: those that are updated
-    in the next forward instead, and where their gradients wait for it.
+    in the next forward instead, and where their gradients wait for it; ``twice``: those of them that are updated twice.
     """
     found = problem.activations
     waits = waiting or {}
@@ -65,6 +66,7 @@ def build_plan(
                 states_home=(Tier.HOST if p.name in in_memory else states_home) if p.trainable else None,
                 optimizer_runs=_runs(p, waits, optimizer_runs),
                 gradient_home=waits.get(p.name),
+                updated_twice=p.name in twice,
             )
             for p in problem.parameters
         ),

@@ -174,12 +174,17 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         returned_bytes=of(Quantity.RETURNED),
         late_returned_bytes=of(Quantity.LATE_RETURNED),
         next_returned_bytes=of(Quantity.NEXT_RETURNED),
-        forward_requests=requests((*_IN_FORWARD, Quantity.NEXT_STATES_READ)),
-        backward_requests=requests((*_IN_BACKWARD, Quantity.REPEATED_STATES, Quantity.REPEATED_HELD_NVME)),
+        forward_requests=requests(_IN_FORWARD),
+        backward_requests=requests(_IN_BACKWARD),
     )
 
 
-_UPDATED_IN_FORWARD = (Quantity.NEXT_STATES, Quantity.NEXT_COPIED, Quantity.NEXT_HELD_NVME)
+_UPDATED_IN_FORWARD = (
+    Quantity.NEXT_STATES,
+    Quantity.NEXT_STATES_READ,
+    Quantity.NEXT_COPIED,
+    Quantity.NEXT_HELD_NVME,
+)
 _IN_FORWARD = (Quantity.FETCHED_FORWARD_NVME, Quantity.SWAPPED_NVME, *_UPDATED_IN_FORWARD)
 _IN_BACKWARD = (
     Quantity.FETCHED_BACKWARD_NVME,
@@ -188,6 +193,8 @@ _IN_BACKWARD = (
     Quantity.COPIED,
     Quantity.NEXT_HELD_NVME,
     Quantity.LATE_HELD_NVME,
+    Quantity.REPEATED_STATES,
+    Quantity.REPEATED_HELD_NVME,
 )
 """What is on the drives beside either, and takes processor time from a CPU that computes."""
 
@@ -218,8 +225,11 @@ def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, .
         return {}
     per_byte, per_request = hw.io_core_s_per_byte, hw.io_core_s_per_request
     found = {q: per_byte + per_request * _requests_per_byte(problem, q) for q in quantities}
+    one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
     for states in found.keys() & set(_STATES):
-        found[states] += per_byte + (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
+        found[states] += per_byte + one_core_s
+    if Quantity.NEXT_STATES_READ in found:
+        found[Quantity.NEXT_STATES_READ] += one_core_s
     return found
 
 
@@ -237,8 +247,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     """The lanes of forward, backward and what is left after it as lines: what ``cost`` computes, in the form that
     ``optimum`` solves.
 
-    What no decision changes is asked of ``cost`` itself; updates made twice are decided later (``holding``). Without drives
-    there is no SSD lane: then nothing may go there.
+    What no decision changes is asked of ``cost`` itself. Without drives there is no SSD lane: then nothing may go there.
     """
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
@@ -263,32 +272,41 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     )
     back = {q.FETCHED_BACKWARD_NVME: -1 / h2d, q.SWAPPED_NVME: -1 / h2d} if on_cpu else {}
     not_here = {q.LATE_UPDATED: -adam_s, q.NEXT_UPDATED: -adam_s}
+    again = {q.REPEATED_STATES: adam_s / STATE_BYTES}
+    core_s = _core_s(problem, hw, _IN_BACKWARD)
+    if on_cpu:
+        core_s[q.REPEATED_STATES] += again[q.REPEATED_STATES]
     backward = _links(
         cost.backward_stage(nothing, hw),
         {
             Lane.COMPUTE: {
                 q.RECOMPUTE_S: 1.0,
                 q.HANDED_OVER_BACKWARD_S: 1.0,
-                **_core_s(problem, hw, _IN_BACKWARD),
+                **core_s,
                 **(not_here if on_cpu else {}),
             },
             Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
-            Lane.CPU: {**not_here, q.RETURNED: returned_s},
+            Lane.CPU: {**not_here, **again, q.RETURNED: returned_s},
         },
     )
     one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s if on_cpu else 0.0
-    late = {q.LATE_UPDATED: adam_s, q.LATE_RETURNED: returned_s, q.LATE_STATES: one_core_s}
+    late = {
+        q.LATE_UPDATED: adam_s,
+        q.LATE_RETURNED: returned_s,
+        q.LATE_STATES: one_core_s,
+        q.LATE_STATES_READ: one_core_s,
+    }
     after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, late),)),)
     if hw.nvme:
         forward += _ssd(
             hw,
-            (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_HELD_NVME),
+            (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_STATES_READ, q.NEXT_HELD_NVME),
             (q.SWAPPED_NVME, q.NEXT_STATES, q.NEXT_COPIED),
         )
         backward += _ssd(
             hw,
-            (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES),
-            (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME),
+            (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES, q.REPEATED_STATES, q.REPEATED_HELD_NVME),
+            (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME, q.REPEATED_STATES),
         )
         (compute,) = next(lane.lines for lane in backward if Quantity.RECOMPUTE_S in lane.lines[0].per)
         served_s = _served_by_a_byte(hw)
@@ -302,7 +320,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
         backward += _ssd(hw, (q.BLOCKING_READ,), (q.BLOCKING_WRITTEN,), compute.seconds, beside)
         first_s = problem.ends.first_gradient_s
         backward += _ssd(hw, (q.STATES,), (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME), first_s)
-        after += _ssd(hw, (q.LATE_STATES, q.LATE_HELD_NVME), (q.LATE_STATES, q.LATE_COPIED))
+        after += _ssd(hw, (q.LATE_STATES, q.LATE_STATES_READ, q.LATE_HELD_NVME), (q.LATE_STATES, q.LATE_COPIED))
     return forward, backward, after
 
 

@@ -7,7 +7,7 @@ Guarantees: what waits in memory stays within what the plan gave it and ``hold_b
 gradient waits does not hang on timing: it decides how a norm is rounded, and so how all gradients are clipped.
 
 Assumes: ``norm`` and ``read`` are called when everything offered is in place (the optimizer's barrier); an update has let go
-of a gradient when the next one of its parameter comes (the forward waits for updates).
+of a gradient when the next one of its parameter comes (the forward waits for updates, and ``step_updates`` for second times).
 """
 
 from __future__ import annotations

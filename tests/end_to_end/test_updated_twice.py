@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,16 +95,18 @@ def test_a_second_time_that_fails_surfaces_in_the_backward_and_tears_the_step(
         run(model, optimizer, 1)
         saved = model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
         store = compiled(model).engine.store
-        write = store.write
+        write, may_fail = store.write, threading.Event()
 
         def failing(extent: str, *args: Any) -> None:
             if extent == "down.weight:moments":
+                assert may_fail.wait(60.0)
                 raise ZeroDivisionError
             write(extent, *args)
 
         monkeypatch.setattr(store, "write", failing)
         step(model, optimizer)
         loss = model(**vectors()).loss  # all that the forward wants was written
+        may_fail.set()
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         monkeypatch.setattr(store, "write", write)

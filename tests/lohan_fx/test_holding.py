@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import given
 
 from lohan_fx import holding
 from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.joint_search import joint_search
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier, Use
 from lohan_fx.planner import make_plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.problem import Problem
 from lohan_fx.step_time import step_seconds
-from tests.lohan_fx.test_planner import FIXED, MEMORY, MIB, PEAK, PROBLEMS, fits, hardware, problem
+from tests.lohan_fx.test_planner import FIXED, MEMORY, MIB, PEAK, PROBLEMS, blocks, fits, hardware, problem
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -32,9 +34,10 @@ def test_with_every_policy_all_updates_wait_for_the_end_of_the_backward(policy: 
 def test_gradients_wait_in_memory_as_far_as_it_goes(
     make: Callable[[int, int], Problem], host: int, device: int
 ) -> None:
-    asked = replace(make(host, device), holds=True)
+    """Of a plan for updates on arrival that are put off."""
+    asked = make(host, device)
     try:
-        plan = make_plan(asked, hardware(asked.budgets.shared))
+        plan = holding._put_off(asked, hardware(asked.budgets.shared), joint_search)
     except InfeasiblePlan:
         return
     assert fits(asked, plan)
@@ -43,6 +46,35 @@ def test_gradients_wait_in_memory_as_far_as_it_goes(
     for earlier, later in itertools.pairwise(order):
         if later.gradient_home is Tier.HOST and earlier.numel <= later.numel:
             assert earlier.gradient_home is Tier.HOST
+
+
+@given(PROBLEMS, MEMORY, MEMORY)
+def test_a_search_that_knows_of_it_is_never_worse_and_fits(
+    make: Callable[[int, int], Problem], host: int, device: int
+) -> None:
+    asked = _in_bf16(replace(make(host, device), holds=True))
+    hw = hardware(asked.budgets.shared)
+    found: list[Plan] = []
+    for plans in (
+        lambda: make_plan(asked, hw),
+        lambda: joint_search(asked, hw),
+        lambda: holding._put_off(replace(asked, holds=False), hw, joint_search),
+    ):
+        with suppress(InfeasiblePlan):
+            found.append(plans())
+            assert fits(asked, found[-1])
+            assert {p.optimizer_runs for p in found[-1].parameters if p.trainable} == {OptimizerTiming.NEXT_FORWARD}
+            assert all(p.gradient_home is not None for p in found[-1].parameters if p.trainable)
+    assert not found or step_seconds(asked, hw, found[0]) == min(step_seconds(asked, hw, plan) for plan in found)
+
+
+def test_a_search_that_knows_of_it_finds_what_putting_off_does_not() -> None:
+    """Drives bind the forward: memory for gradients and states, and which updates are made twice, are one decision."""
+    hw = hardware(False)
+    asked = _in_bf16(problem(FIXED + 80 * MIB, PEAK + 60 * MIB, shared=False, forward_s=0.001, holds=True))
+    asked = replace(asked, activations=blocks(seconds=0.0005))
+    put_off = holding._put_off(replace(asked, holds=False), hw, joint_search)
+    assert step_seconds(asked, hw, joint_search(asked, hw)) < 0.9 * step_seconds(asked, hw, put_off)
 
 
 def test_without_a_drive_they_wait_in_memory_or_do_not_fit() -> None:

@@ -52,6 +52,7 @@ few = st.integers(0, 10**6)
     moved,
     moved,
     few,
+    moved,
 )
 def test_the_lines_are_the_cost_model(
     hw: HardwareProfile,
@@ -68,6 +69,7 @@ def test_the_lines_are_the_cost_model(
     later: int,
     later_copied: int,
     later_updated: int,
+    again_bytes: int,
 ) -> None:
     asked = problem(10**10, 10**10, shared=hw.device == "cpu")
     total = {
@@ -93,6 +95,10 @@ def test_the_lines_are_the_cost_model(
         Quantity.NEXT_UPDATED: later_updated,
         Quantity.NEXT_RETURNED: later_copied,
         Quantity.NEXT_HELD_NVME: int(other * later_copied),
+        Quantity.LATE_STATES_READ: int(part * again_bytes) if late_updated else 0,
+        Quantity.NEXT_STATES_READ: int((1 - part) * again_bytes),
+        Quantity.REPEATED_STATES: 12 * (again_bytes // 12),
+        Quantity.REPEATED_HELD_NVME: int(other * again_bytes),
     }
     work = work_of(asked, total)
     for stage, lanes in zip(STAGES, stage_lanes(asked, hw), strict=True):
