@@ -1,4 +1,6 @@
-"""held_on_nvme: gradients that wait do so on NVMe, however much memory there is: for what has to meet that with small models."""
+"""held_on_nvme: gradients that wait do so on NVMe, however much memory there is, and updates are made twice, whatever the formula
+says: for what has to meet that with small models.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +21,8 @@ def leave_no_memory_to_hold(model: nn.Module) -> None:
         gradients.hold_bytes = 0
 
     gradients.apply_plan = without  # type: ignore[method-assign]
+
+
+def update_twice(model: nn.Module) -> None:
+    """All that can be, whatever is planned for the compiled ``model``."""
+    compiled(model).engine.gradients.updated_twice = lambda slot: True  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ from typing import Any
 
 import report
 import torch
-from held_on_nvme import leave_no_memory_to_hold
+from held_on_nvme import leave_no_memory_to_hold, update_twice
 from lossy_drive import LossyDrive
 from torch import nn
 
@@ -75,7 +75,7 @@ class Recipe:
     """How a training makes a step.
 
     ``steps_per_commit``: with more than one, updates of held gradients run beside a forward. ``on_nvme``: gradients wait
-    there, as if the promise left no memory for them.
+    there, as if the promise left no memory for them. ``twice``: updates are made twice (docs/0036).
     """
 
     name: str
@@ -83,6 +83,7 @@ class Recipe:
     clips: bool = False
     scales: bool = False
     on_nvme: bool = False
+    twice: bool = False
     steps_per_commit: int = 1
 
     @property
@@ -111,7 +112,7 @@ class Recipe:
 
 RECIPES = (
     Recipe("updates in the backward"),
-    Recipe("clips", clips=True, steps_per_commit=2),
+    Recipe("clips and updates twice", clips=True, twice=True, steps_per_commit=2),
     Recipe("accumulates", backwards=2),
     Recipe("accumulates and clips on NVMe", backwards=2, clips=True, on_nvme=True, steps_per_commit=2),
     Recipe("scales and clips in fp16", clips=True, scales=True, steps_per_commit=3),
@@ -206,6 +207,8 @@ def train(
         )
     if recipe.on_nvme:
         leave_no_memory_to_hold(model)
+    if recipe.twice:
+        update_twice(model)
     optimizer, scaler = lohan_fx.AdamW(model.parameters(), lr=1e-3), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     found = lohan_fx.resume(model, optimizer, scheduler=scheduler)
