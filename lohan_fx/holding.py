@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 
 from lohan_fx.division import division_of
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.joint_search import joint_search
 from lohan_fx.memory_model import check, host_bytes, missing, needed, resident_bytes
-from lohan_fx.plan import SUM_BYTES, OptimizerTiming, ParameterPlan, Plan, Tier
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
 from lohan_fx.problem import Budgets, Problem
 from lohan_fx.step_time import step_seconds
 
@@ -25,12 +27,12 @@ Decide = Callable[[Problem, HardwareProfile], Plan]
 
 
 def plan_holding(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
-    """What ``decide`` plans, with every update begun by ``step()``: the faster, by the formula, of what it plans knowing that,
-    and of what it plans for updates on arrival, put off. A policy that does not decide when to update has but the second.
+    """What ``decide`` plans, with every update begun by ``step()``: the faster, by the formula, of what it plans for
+    updates on arrival, put off, and of what LoHan's search, if it is that, plans knowing it.
 
     Raises ``InfeasiblePlan`` where neither fits.
     """
-    known = _known(problem, hw, decide)
+    known = _known(problem, hw) if decide is joint_search else None
     try:
         put_off = _put_off(dataclasses.replace(problem, holds=False), hw, decide)
     except InfeasiblePlan:
@@ -42,14 +44,11 @@ def plan_holding(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
     return known
 
 
-def _known(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan | None:
-    """The plan that ``decide`` makes where all gradients wait; None where it leaves any of them out, or nothing fits."""
-    try:
-        plan = decide(problem, hw)
-    except InfeasiblePlan:
-        return None
-    waits = (p.gradient_home is not None and p.optimizer_runs is OptimizerTiming.NEXT_FORWARD for p in plan.parameters)
-    return plan if all(waits or not p.trainable for p, waits in zip(plan.parameters, waits, strict=True)) else None
+def _known(problem: Problem, hw: HardwareProfile) -> Plan | None:
+    """The search's plan where all gradients wait; None where it finds none that fits."""
+    with suppress(InfeasiblePlan):
+        return joint_search(problem, hw)
+    return None
 
 
 def _put_off(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
@@ -103,7 +102,8 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
 def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
     """``plan`` with as large a share of the updates made twice as makes its step shortest (docs/0036): that the forward need not
     write states takes their bytes to the backward, where they are read and gradients, too, once more."""
-    shares = [plan, *(updated_twice(plan, number / SHARES) for number in range(1, SHARES + 1))]
+    waited_for = problem.ends.blocking
+    shares = [plan, *(updated_twice(plan, number / SHARES, waited_for) for number in range(1, SHARES + 1))]
     if shares[-1] == plan or plan.windows.optimizer_buffers == 1:
         return plan
     seconds = {id(p): step_seconds(problem, hw, p) for p in shares}
@@ -111,24 +111,19 @@ def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Pl
     return best if seconds[id(best)] < (1 - WORTH_IT) * seconds[id(plan)] else plan
 
 
-def updated_twice(plan: Plan, share: float) -> Plan:
-    """``plan`` with ``share`` of the elements of states on NVMe updated twice, spread evenly over the layers."""
+def updated_twice(plan: Plan, share: float, but: Container[str] = ()) -> Plan:
+    """``plan`` with ``share`` of the elements of states on NVMe updated twice, spread evenly over the layers, ``but`` those:
+    compute waits for such a gradient's update, and their next one comes before the drives had time for their states."""
     owed = 0.0
     twice: set[str] = set()
     for p in plan.parameters:
-        if can_be_updated_twice(p):
+        if p.may_be_updated_twice and p.name not in but:
             owed += share * p.numel
             if owed >= p.numel / 2:
                 owed -= p.numel
                 twice.add(p.name)
     parameters = (dataclasses.replace(p, updated_twice=p.name in twice) for p in plan.parameters)
     return dataclasses.replace(plan, parameters=tuple(parameters))
-
-
-def can_be_updated_twice(p: ParameterPlan) -> bool:
-    """Whether the forward waits for less of its update than must be written: a copy of its own, beside states on NVMe."""
-    waits = p.optimizer_runs is OptimizerTiming.NEXT_FORWARD
-    return waits and p.states_home is Tier.NVME and p.bytes != SUM_BYTES * p.numel
 
 
 def _away(plan: Plan, hw: HardwareProfile) -> Plan:
@@ -154,7 +149,9 @@ def _divided(plan: Plan, problem: Problem, hw: HardwareProfile, peak: int) -> Pl
     if (before := plan.division) is None:
         return plan
     now = division_of(problem, hw, plan, peak)
-    division = dataclasses.replace(now, per_byte_s=before.per_byte_s, walk_s=before.walk_s, bound_s=before.bound_s)
+    # That of the search is no bound on updates made twice, which it did not know.
+    bound_s = min(before.bound_s, now.step_s)
+    division = dataclasses.replace(now, per_byte_s=before.per_byte_s, walk_s=before.walk_s, bound_s=bound_s)
     return dataclasses.replace(plan, division=division)
 
 

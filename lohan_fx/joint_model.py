@@ -139,9 +139,10 @@ def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Ho
 
 
 def _times(p: ParameterFacts, problem: Problem, states_home: Tier | None) -> tuple[bool, ...]:
-    """Whether an update beside the next forward is made twice: of such as are all put off."""
-    may = problem.holds and problem.windows.optimizer_buffers > 1 and states_home is Tier.NVME
-    return (True, False) if may and p.bytes != SUM_BYTES * p.numel else (False,)
+    """Whether an update beside the next forward is made twice: of such as are all put off; not of those whose gradients come
+    first in the backward (``holding.updated_twice``)."""
+    may = problem.holds and problem.windows.optimizer_buffers > 1 and p.name not in problem.ends.blocking
+    return (True, False) if may and states_home is Tier.NVME and p.bytes != SUM_BYTES * p.numel else (False,)
 
 
 def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:

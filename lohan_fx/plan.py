@@ -154,6 +154,19 @@ class ParameterPlan:
     gradient_home: Tier | None = None
     updated_twice: bool = False
 
+    def __post_init__(self) -> None:
+        if self.updated_twice and not self.may_be_updated_twice:
+            raise ValueError(
+                f"ParameterPlan.updated_twice of {self.name!r}: only an update in the next forward can be made twice, of states "
+                "on NVMe and a parameter that is not the master itself"
+            )
+
+    @property
+    def may_be_updated_twice(self) -> bool:
+        """Whether the forward waits for less of its update than must be written: a copy of its own, beside states on NVMe."""
+        waits = self.optimizer_runs is OptimizerTiming.NEXT_FORWARD
+        return waits and self.states_home is Tier.NVME and self.bytes != SUM_BYTES * self.numel
+
     def in_memory_of(self, device: str) -> bool:
         """Whether ``device`` has the parameter and its states in its memory (a CPU's is host RAM): then nothing moves for
         an update, and the device does it where the gradient is made."""
@@ -348,7 +361,8 @@ class Plan:
     def with_homes(self, home: Tier, states_home: Tier) -> Plan:
         """A copy with every parameter at ``home`` and all optimizer states at ``states_home``."""
         parameters = tuple(
-            dataclasses.replace(p, home=home, states_home=states_home if p.trainable else None) for p in self.parameters
+            dataclasses.replace(p, home=home, states_home=states_home if p.trainable else None, updated_twice=False)
+            for p in self.parameters
         )
         return dataclasses.replace(self, parameters=parameters, prediction=None, division=None)
 

@@ -228,9 +228,10 @@ class SimulatedOptimizer:
         machine = self._machine
         while self._arrived and self._start_reading(self._arrived[0]):
             self._reading.append(self._arrived.popleft())
-        chunk = self._reading.popleft() if self._reading else self._arrived.popleft()
+        chunk = self._reading.popleft() if self._reading else self._arrived[0]
         if not chunk.has_buffer:
             yield from machine.pool[self._purpose(chunk)].acquire()
+            self._arrived.popleft()
             self._read(chunk)
         yield from chunk.reads
         yield self._arithmetic(chunk)

@@ -143,7 +143,7 @@ class OutOfCoreOptimizer:
             self._update_here(jobs, None)
             return
         if twice:
-            self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES) for job in jobs]
+            self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES, reads=[]) for job in jobs]
             for job in jobs:
                 job.kept = Kept.COPY
         self._begin(slot, jobs, self._pending, f"update of {parameter.name}")
@@ -190,6 +190,7 @@ class OutOfCoreOptimizer:
 
     def finish_updates(self) -> None:
         """Wait for every update that ``apply_held`` began; raises the first failure."""
+        self.repeat(())  # nothing is left to, unless an interrupt came between the two
         for update in self._under_way():
             self._finish(update)
 

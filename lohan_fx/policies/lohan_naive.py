@@ -16,7 +16,7 @@ from lohan_fx.problem import Problem
 
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
-    plan = joint_search(dataclasses.replace(problem, holds=False), hw)
+    plan = joint_search(problem, hw)
     return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, optimizer_buffers=1))
 
 

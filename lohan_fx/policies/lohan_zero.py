@@ -48,7 +48,7 @@ def _missing(problem: Problem, plan: Plan) -> dict[str, int]:
 def _leaving(problem: Problem, room: int) -> Problem:
     """``problem`` without so many bytes."""
     budgets = dataclasses.replace(problem.budgets, fixed_bytes=problem.budgets.fixed_bytes + room)
-    return dataclasses.replace(problem, budgets=budgets, holds=False)
+    return dataclasses.replace(problem, budgets=budgets)
 
 
 LOHAN_ZERO = dataclasses.replace(

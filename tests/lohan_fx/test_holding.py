@@ -151,7 +151,7 @@ def test_where_drives_bind_the_forward_some_are_and_where_they_bind_all_none() -
     hw = hardware(False)
     slow = replace(asked, forward_s=0.0, backward_s=1.0)
     once = holding.updated_twice(make_plan(slow, hw), 0.0)
-    assert any(holding.can_be_updated_twice(p) for p in once.parameters)
+    assert any(p.may_be_updated_twice for p in once.parameters)
     bound_s = step_seconds(replace(slow, backward_s=0.0), hw, once)
     hiding = make_plan(replace(asked, forward_s=0.0, backward_s=bound_s), hw)
     assert _twice(hiding)
@@ -169,7 +169,7 @@ def test_those_updated_twice_are_spread_over_the_layers(share: float) -> None:
     plan = make_plan(asked, hardware(False))
     many = tuple(replace(p, name=f"{p.name}.{n}") for n in range(40) for p in plan.parameters)
     found = holding.updated_twice(replace(plan, parameters=many), share)
-    can = [p for p in found.parameters if holding.can_be_updated_twice(p)]
+    can = [p for p in found.parameters if p.may_be_updated_twice]
     for begin in (0, len(can) // 2):
         part = can[begin : begin + len(can) // 2]
         made = sum(p.numel for p in part if p.updated_twice) / sum(p.numel for p in part)

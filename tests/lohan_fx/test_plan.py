@@ -251,3 +251,16 @@ def test_the_busiest_lane_bounds_a_stage() -> None:
 def test_benefit_is_flops_per_byte() -> None:
     assert activation("mm").benefit == 10.0
     assert activation("mm", bytes=0).benefit == 0.0
+
+
+def test_only_what_can_be_is_updated_twice() -> None:
+    twice = ParameterPlan(
+        "w", "", 64, 128, True, Tier.NVME, Tier.NVME, OptimizerTiming.NEXT_FORWARD, Tier.HOST, updated_twice=True
+    )
+    for wrong in (
+        {"states_home": Tier.HOST},
+        {"bytes": 256},
+        {"optimizer_runs": OptimizerTiming.IN_BACKWARD, "gradient_home": None},
+    ):
+        with pytest.raises(ValueError, match=r"updated_twice of 'w'"):
+            dataclasses.replace(twice, **wrong)

@@ -180,20 +180,22 @@ def test_updates_beside_the_next_forward_are_counted_there(gradients: Tier) -> N
     assert done.forward_requests == inside.forward_requests + 4 + (gradients is Tier.NVME)
 
 
-def test_updates_made_twice_write_states_in_the_backward_alone() -> None:
-    """And no copies there, of which there are none here: the graph computes with the masters."""
+def test_updates_made_twice_write_copies_beside_the_forward_and_states_beside_the_backward() -> None:
     plan = plan_for(captured("two-layers"), Keep())
     parameters = tuple(
-        replace(p, optimizer_runs=OptimizerTiming.NEXT_FORWARD, gradient_home=Tier.NVME) for p in plan.parameters
+        replace(p, bytes=2 * p.numel, optimizer_runs=OptimizerTiming.NEXT_FORWARD, gradient_home=Tier.NVME)
+        for p in plan.parameters
     )
     once = work("two-layers", replace(plan, parameters=parameters))
     twice = work("two-layers", replace(plan, parameters=tuple(replace(p, updated_twice=True) for p in parameters)))
-    assert (once.late_state_write_bytes, once.next_state_write_bytes) == (12 * 40, 12 * 32)
-    assert (twice.late_state_write_bytes, twice.next_state_write_bytes) == (0, 0)
+    assert (once.late_state_write_bytes, once.next_state_write_bytes) == (14 * 40, 14 * 32)
+    assert (twice.late_state_write_bytes, twice.next_state_write_bytes) == (2 * 40, 2 * 32)
     assert (twice.late_state_read_bytes, twice.next_state_read_bytes) == (12 * 40, 12 * 32)
-    assert (twice.repeated_state_bytes, twice.repeated_held_nvme_bytes) == (12 * 72, 4 * 72)
+    assert (twice.repeated_state_bytes, twice.repeated_held_nvme_bytes) == (12 * 72, 2 * 72)
     assert (once.repeated_adam_parameters, twice.repeated_adam_parameters) == (0, 72)
     assert (twice.late_adam_parameters, twice.next_adam_parameters) == (40, 32)
+    assert twice.nvme_write_bytes == once.nvme_write_bytes
+    assert twice.nvme_read_bytes == once.nvme_read_bytes + 14 * 72
     assert twice.forward_requests == once.forward_requests - 2
     assert twice.backward_requests == once.backward_requests + 5 * len(parameters)
 
