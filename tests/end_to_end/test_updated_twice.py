@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lohan_fx
 from benchmarks.held_on_nvme import leave_no_memory_to_hold
-from lohan_fx import holding
+from lohan_fx import holding, joint_model
 from lohan_fx.compile import compiled
-from lohan_fx.errors import StepError
-from lohan_fx.plan import Tier
+from lohan_fx.errors import InfeasiblePlan, StepError
+from lohan_fx.plan import Plan, Tier
 from tests.end_to_end.models import LLAMA, PERCEPTRON, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weights_of
 from tests.end_to_end.test_clipping import MAX_NORM, clipped, step
@@ -118,3 +119,53 @@ def test_a_second_time_that_fails_surfaces_in_the_backward_and_tears_the_step(
         torch.set_rng_state(saved[2])
         run(model, optimizer, 2)
     assert_same_weights(weights_of(model), weights_of(unbroken))
+
+
+class Deep(nn.Module):
+    """Layers that are no small parameters, whose states do not fit the promise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def test_a_plan_of_the_search_that_updates_twice(on_nvme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search itself places gradients, states and updates; no more than asked, and the same numbers as all in memory."""
+
+    def train(model: Any, optimizer: Any) -> list[float]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(5):
+            loss = model(torch.randn(4, 512).bfloat16())
+            loss.backward()
+            found += [loss.item(), lohan_fx.clip_grad_norm_(model, 1e-4).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def run(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], Plan]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with on_nvme(Deep(), torch.bfloat16, hold_gradients=True, **options) as model:
+            losses = train(model, lohan_fx.AdamW(model.parameters(), lr=LR))
+            return losses, dict(model.state_dict()), compiled(model).plans[-1]
+
+    wanted = run(policy="in-memory")
+    monkeypatch.setattr(joint_model, "_times", lambda p, problem, states: (states is Tier.NVME,))
+    monkeypatch.setattr(holding, "_put_off", raises_infeasible)
+    found = run(policy="lohan", host_memory="110MiB")
+    plan = found[2]
+    assert [p.updated_twice for p in plan.parameters] == [p.states_home is Tier.NVME for p in plan.parameters]
+    assert any(p.updated_twice for p in plan.parameters)
+    assert plan.prediction is not None and plan.prediction.peak_bytes["host"] <= plan.host_memory_bytes
+    assert found[0] == wanted[0]
+    assert_same_weights(found[1], wanted[1])
+
+
+def raises_infeasible(*_: object) -> Plan:
+    raise InfeasiblePlan("not asked")
