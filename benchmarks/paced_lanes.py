@@ -37,6 +37,7 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 READ, WRITE, LINK, ADAM = 60e6, 40e6, 100e6, 20e6
 """Bytes/s of the drive and the links, parameters/s of Adam's one thread: slow enough for sleeping to be exact."""
 CORES = 1000
+"""So many that none is short; a profile's rate of Adam is that of all of them."""
 TURN_S = 0.002
 LAYERS, WIDTH = 6, 512
 MOST_ERROR = 0.15

@@ -79,7 +79,6 @@ class Work:
     next_adam_parameters: int = 0
     repeated_held_nvme_bytes: int = 0
     repeated_state_bytes: int = 0
-    repeated_adam_parameters: int = 0
     serial_optimizer: bool = False
     returned_bytes: int = 0
     late_returned_bytes: int = 0
@@ -99,13 +98,8 @@ class Work:
     def nvme_write_bytes(self) -> int:
         """Bytes that one step writes to NVMe."""
         states = self.state_write_bytes + self.late_state_write_bytes + self.next_state_write_bytes
-        return (
-            states
-            + self.repeated_state_bytes
-            + self.held_nvme_bytes
-            + self.next_held_nvme_bytes
-            + self.swapped_nvme_bytes
-        )
+        held = self.held_nvme_bytes + self.next_held_nvme_bytes
+        return states + self.repeated_state_bytes + held + self.swapped_nvme_bytes
 
 
 def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:

@@ -15,15 +15,14 @@ from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
 from lohan_fx.problem import Budgets, Problem
 from lohan_fx.step_time import step_seconds
 
+Decide = Callable[[Problem, HardwareProfile], Plan]
+
 SHARES = 8
 """Eighths of the states' elements: how finely the share is chosen whose updates are made twice."""
 WORTH_IT = 0.01
 """Share of a step that updating twice must save: it is more work for drives and processor."""
 ATTEMPTS = 3
 """How often a policy decides again because gradients that wait need memory which its plan has filled."""
-
-
-Decide = Callable[[Problem, HardwareProfile], Plan]
 
 
 def plan_holding(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
@@ -100,8 +99,8 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
 
 
 def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
-    """``plan`` with as large a share of the updates made twice as makes its step shortest (docs/0036): that the forward need not
-    write states takes their bytes to the backward, where they are read and gradients, too, once more."""
+    """``plan`` with that share of the updates made twice (docs/0036) that makes its step shortest: the forward is spared the
+    writing of their states, and the backward has that and reads states and gradients once more."""
     waited_for = problem.ends.blocking
     shares = [plan, *(updated_twice(plan, number / SHARES, waited_for) for number in range(1, SHARES + 1))]
     if shares[-1] == plan or plan.windows.optimizer_buffers == 1:

@@ -170,7 +170,6 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         next_adam_parameters=of(Quantity.NEXT_UPDATED),
         repeated_held_nvme_bytes=of(Quantity.REPEATED_HELD_NVME),
         repeated_state_bytes=of(Quantity.REPEATED_STATES),
-        repeated_adam_parameters=of(Quantity.REPEATED_STATES) // STATE_BYTES,
         returned_bytes=of(Quantity.RETURNED),
         late_returned_bytes=of(Quantity.LATE_RETURNED),
         next_returned_bytes=of(Quantity.NEXT_RETURNED),

@@ -75,7 +75,6 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         next_adam_parameters=sum(p.numel for p in next_),
         repeated_held_nvme_bytes=held_nvme_bytes(repeated),
         repeated_state_bytes=states_read_bytes(repeated),
-        repeated_adam_parameters=sum(p.numel for p in repeated),
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
         next_returned_bytes=returned_bytes(next_, plan),

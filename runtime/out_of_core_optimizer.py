@@ -195,7 +195,7 @@ class OutOfCoreOptimizer:
             self._finish(update)
 
     def _under_way(self) -> list[Arrival]:
-        return [*list(self._pending.values()), *list(self._repeating.values())]
+        return [*self._pending.values(), *self._repeating.values()]
 
     def _finish(self, update: Arrival) -> None:
         if not update.done():

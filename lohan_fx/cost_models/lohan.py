@@ -102,10 +102,9 @@ def _corrected(
             + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes")),
         ),
     )
-    adam_s = adam(of("adam_parameters") + of("repeated_adam_parameters"), *rates)
-    repeated = of("repeated_state_bytes")
-    read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes")
-    read += repeated + of("repeated_held_nvme_bytes")
+    repeated, repeated_held = of("repeated_state_bytes"), of("repeated_held_nvme_bytes")
+    adam_s = adam(of("adam_parameters") + repeated / STATE_BYTES, *rates)
+    read = of("fetched_backward_nvme_bytes") + swapped_nvme + of("state_read_bytes") + repeated + repeated_held
     written = of("state_write_bytes") + repeated + held + next_held
     served = per_request * of("backward_requests") + per_byte * (read + written)
     blocking_read, blocking_written = of("blocking_read_bytes"), of("blocking_write_bytes")

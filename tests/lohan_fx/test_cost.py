@@ -148,6 +148,16 @@ def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> 
     }
     assert backward_stage(work, fast).lanes_s["ssd"] == pytest.approx((50 + 10 + 120) / 30 + (140 + 9) / 20)
     assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.02}
+
+
+def test_the_second_time_of_an_update_is_work_of_the_backward() -> None:
+    fast = replace(HW, nvme=(replace(DRIVE, mixed_bytes_per_s=1000.0),))
+    work = replace(WORK, repeated_state_bytes=600, repeated_held_nvme_bytes=9)
+    assert forward_stage(work, fast) == forward_stage(WORK, fast)
+    before, after = backward_stage(WORK, fast).lanes_s, backward_stage(work, fast).lanes_s
+    assert after["ssd"] == pytest.approx(before["ssd"] + 609 / 30 + 600 / 20)
+    assert after["cpu"] == pytest.approx(before["cpu"] + 50 / 100)
+    assert (work.nvme_read_bytes, work.nvme_write_bytes) == (WORK.nvme_read_bytes + 609, WORK.nvme_write_bytes + 600)
     on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
     copied_s = 20 / 5.0
     assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.0 + copied_s + 5.0 + 3 * 5 / 100)

@@ -192,7 +192,6 @@ def test_updates_made_twice_write_copies_beside_the_forward_and_states_beside_th
     assert (twice.late_state_write_bytes, twice.next_state_write_bytes) == (2 * 40, 2 * 32)
     assert (twice.late_state_read_bytes, twice.next_state_read_bytes) == (12 * 40, 12 * 32)
     assert (twice.repeated_state_bytes, twice.repeated_held_nvme_bytes) == (12 * 72, 2 * 72)
-    assert (once.repeated_adam_parameters, twice.repeated_adam_parameters) == (0, 72)
     assert (twice.late_adam_parameters, twice.next_adam_parameters) == (40, 32)
     assert twice.nvme_write_bytes == once.nvme_write_bytes
     assert twice.nvme_read_bytes == once.nvme_read_bytes + 14 * 72
