@@ -49,7 +49,7 @@ class ChunkUpdate:
     """One chunk's way. ``held``, ``adds`` and ``steps_done`` are of the moment the gradient was offered.
 
     ``factors``: what the gradient is multiplied by before the update. ``update``: the update of the whole parameter, for
-    those who wait for it.
+    those who wait for it. ``kept``: what of it is written.
     ``gradient``: where the gradient was copied to; ``in_place``: the gradient itself, where host and device share memory.
     """
 

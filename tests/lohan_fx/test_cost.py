@@ -148,6 +148,14 @@ def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> 
     }
     assert backward_stage(work, fast).lanes_s["ssd"] == pytest.approx((50 + 10 + 120) / 30 + (140 + 9) / 20)
     assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.02}
+    on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
+    copied_s = 20 / 5.0
+    assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.0 + copied_s + 5.0 + 3 * 5 / 100)
+    assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.02 + 3 * 2 / 100)
+    serial = replace(work, serial_optimizer=True)
+    assert forward_stage(serial, fast).lanes_s["cpu"] == pytest.approx(5.0 + 60 / 30 + 80 / 20)
+    assert optimizer_stage(serial, fast).lanes_s["cpu"] == pytest.approx(0.02 + 24 / 30 + 36 / 20)
+    assert (work.nvme_read_bytes, work.nvme_write_bytes) == (30 + 50 + 10 + 120 + 60 + 9 + 24, 10 + 140 + 80 + 9 + 36)
 
 
 def test_the_second_time_of_an_update_is_work_of_the_backward() -> None:
@@ -158,14 +166,6 @@ def test_the_second_time_of_an_update_is_work_of_the_backward() -> None:
     assert after["ssd"] == pytest.approx(before["ssd"] + 609 / 30 + 600 / 20)
     assert after["cpu"] == pytest.approx(before["cpu"] + 50 / 100)
     assert (work.nvme_read_bytes, work.nvme_write_bytes) == (WORK.nvme_read_bytes + 609, WORK.nvme_write_bytes + 600)
-    on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
-    copied_s = 20 / 5.0
-    assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.0 + copied_s + 5.0 + 3 * 5 / 100)
-    assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.02 + 3 * 2 / 100)
-    serial = replace(work, serial_optimizer=True)
-    assert forward_stage(serial, fast).lanes_s["cpu"] == pytest.approx(5.0 + 60 / 30 + 80 / 20)
-    assert optimizer_stage(serial, fast).lanes_s["cpu"] == pytest.approx(0.02 + 24 / 30 + 36 / 20)
-    assert (work.nvme_read_bytes, work.nvme_write_bytes) == (30 + 50 + 10 + 120 + 60 + 9 + 24, 10 + 140 + 80 + 9 + 36)
 
 
 def test_adam_is_bound_by_host_memory_where_that_is_slow() -> None:
