@@ -1,11 +1,11 @@
 """Measures what the drives and compute take from each other where both use the same processor.
 
-A thread that serves a drive takes a core for a while (the system call, the checksum, the copy of what it touches into
-caches), and the ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more
-than the processor time of the requests, and is what a plan has to count; so it is measured as just that: how much less
-compute gets done beside requests like those of the runtime than alone, in turns; and for small ones, when its own thread
-asks for them. The other way round, threads that wait
-for a core leave a drive idle: on a CPU ``drives_beside_compute`` gives the rates that a plan can count on.
+A thread that serves a drive takes a core for a while (the system call, the copy of what it touches into caches), and the
+ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more than the processor time
+of the requests, and is what a plan has to count; so it is measured as just that: how much less compute gets done beside
+requests like those of the runtime than alone, in turns; and for small ones, when its own thread asks for them. The other
+way round, threads that wait for a core leave a drive idle: on a CPU ``drives_beside_compute`` gives the rates that a plan
+can count on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lohan_fx.runtime.room import LEAST_BYTES, Room
 from lohan_fx.runtime.timeline import Timeline
 
 SIZES = (PAGE_BYTES, 4 << 20)
-ROUNDS = 4
+ROUNDS = 9
+"""Besides a first one, which makes the file and counts for nothing."""
 PLACES = 4
 """Requests of a thread go through so many places one after the other: what they touch should not stay in a cache."""
 LEAST_S = 1e-6
@@ -82,8 +83,8 @@ def drives_beside_compute(
 
 
 def _lost_s(directory: Path, nbytes: int, dtype: torch.dtype, seconds: float) -> float:
-    """Seconds that one request of ``nbytes`` costs compute."""
-    window_s = seconds / (2 * ROUNDS)
+    """Seconds that one request of ``nbytes`` costs compute. Without the checksums of checkpoints, as the drives' rates are."""
+    window_s = seconds / (2 * (ROUNDS + 1))
     compute, threads = few_ops(dtype), torch.get_num_threads()
     with (
         tempfile.TemporaryDirectory(prefix="lohan_fx-measure-", dir=directory) as place,
@@ -91,11 +92,10 @@ def _lost_s(directory: Path, nbytes: int, dtype: torch.dtype, seconds: float) ->
         HostPool({"io": Reservation(SSD_THREADS, PLACES * nbytes)}) as pool,
         Lane("io", threads=SSD_THREADS, timeline=Timeline(), initializer=partial(use_threads, 1)) as lane,
     ):
-        store.keep_generations(1)  # as in training: with checksums
         store.allocate({"x": SSD_THREADS * nbytes}, chunk_bytes={"x": nbytes})
         torch.set_num_threads(threads)  # what a lane's thread says is partly said for the process
         found = []
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS + 1):
             alone = runs_per_s(compute, window_s)
             stop = threading.Event()
             begun_s = time.perf_counter()
@@ -106,7 +106,7 @@ def _lost_s(directory: Path, nbytes: int, dtype: torch.dtype, seconds: float) ->
             requests = sum(work.wait() for work in works)
             took_s = time.perf_counter() - begun_s
             found.append(took_s * (1 - min(runs / alone, 1.0)) / requests)
-    return float(statistics.median(found))
+    return float(statistics.median(found[1:]))
 
 
 def _lost_to_asking_s(directory: Path, dtype: torch.dtype, seconds: float) -> float:
