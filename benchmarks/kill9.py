@@ -36,7 +36,7 @@ from typing import Any
 
 import report
 import torch
-from held_on_nvme import leave_no_memory_to_hold, update_twice
+from forced_holding import leave_no_memory_to_hold, update_twice
 from lossy_drive import LossyDrive
 from torch import nn
 

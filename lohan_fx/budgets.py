@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from lohan_fx.cost_models.lohan import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -20,6 +22,8 @@ CAPTURE_BYTES_PER_PARAMETER = MIB
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
 UNLIMITED_SHARE = 0.8
 """Without a promise, this share of the memory that is available now."""
+DEVICE_SHARE = 0.9
+"""The same of a GPU's: the rest is for what its allocator cannot use and kernels' own workspaces."""
 LEAST_BUFFERS = 4
 """Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
 BUFFERS_PER_DRIVE = 2
@@ -147,7 +151,7 @@ def make_budgets(
     even the fixed part fits."""
     shared = hw.device == "cpu"
     host = host_memory_bytes or default_host_memory_bytes(hw)
-    device = device_memory_bytes or (host if shared else int(hw.device_memory_bytes * 0.9))
+    device = device_memory_bytes or (host if shared else default_device_memory_bytes(hw))
     fixed = fixed_bytes(windows, parameters, shared=shared) + compiler_bytes
     if fixed >= host:
         raise InfeasiblePlan(
@@ -155,6 +159,16 @@ def make_budgets(
             f"{fixed - host:,} bytes are missing; pass host_memory of at least {2 * fixed:,}"
         )
     return Budgets(host, device, fixed, shared)
+
+
+def default_device_memory_bytes(hw: HardwareProfile) -> int:
+    """What a run may use of a GPU when the user promises nothing: not what other processes, or a screen, have of it."""
+    most = int(hw.device_memory_bytes * DEVICE_SHARE)
+    if not (torch.cuda.is_available() and hw.is_this_machine()):
+        return most
+    # What this process has is the model's, whose parameters leave, or unused in the allocator.
+    free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    return min(most, int(free_bytes * DEVICE_SHARE))
 
 
 def default_host_memory_bytes(hw: HardwareProfile) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ class _OnDisk(TorchDispatchMode):
         """``t`` in a file; of one on ``meta`` only the geometry."""
         nbytes = t.untyped_storage().nbytes()
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            file.truncate(nbytes)
+            self._allocate(file.fileno(), nbytes)
             region = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED)
         storage = torch.frombuffer(region, dtype=torch.uint8).untyped_storage()
         value = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
@@ -72,6 +73,14 @@ class _OnDisk(TorchDispatchMode):
             self._made_bytes = 0
             _forget_all_pages()
         return value
+
+    def _allocate(self, fd: int, nbytes: int) -> None:
+        # A sparse file's page that finds no room later ends the process by a signal.
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            asked = f"{error.strerror}: build_on_disk asked for {nbytes:,} bytes; name a folder with room for the model"
+            raise OSError(error.errno, asked, str(self._folder)) from error
 
 
 @contextlib.contextmanager

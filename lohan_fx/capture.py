@@ -48,7 +48,7 @@ class Linked(Protocol):
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
     ) -> None: ...
-    def forward(self, rises: Rises, *, training: bool) -> AbstractContextManager[None]: ...
+    def forward(self, rises: Rises, plan: Plan, *, training: bool) -> AbstractContextManager[None]: ...
     def backward(self, rises: Rises, sources: Sources) -> AbstractContextManager[None]: ...
 
 
@@ -65,6 +65,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         slots = range(0)
         compiled: dict[str, dict[str, Run]] = {}
         coming: dict[str, Rises] = {}
+        obeyed: list[Plan] = []
         assigned: dict[str, Assignment] = {}
         sources: dict[int, Collection[int]] = {}
         workspace, room = model.workspace, model.room
@@ -92,6 +93,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             compiled.update(halves.compiled)
             assigned.update(halves.assigned)
             sources.update(sources_of(halves))
+            obeyed.append(plan)
             room.reserve(outliving_bytes(halves, plan))
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
@@ -102,14 +104,16 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
             assigned.update(halves.assigned)
             coming.update(_host_rises(halves, plan))
-            return run(halves.forward, "forward", lambda: model.forward(coming["forward"], training=False))
+            return run(halves.forward, "forward", lambda: model.forward(coming["forward"], plan, training=False))
 
         def run(graph: GraphModule, half: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
             graph = replace_segments(graph, compiled.get(half, {}))
             return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around)
 
         graph = aot_autograd(
-            fw_compiler=lambda graph, _: run(graph, "forward", lambda: model.forward(coming["forward"], training=True)),
+            fw_compiler=lambda graph, _: run(
+                graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True)
+            ),
             bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"], sources)),
             inference_compiler=inference,
             partition_fn=training,
@@ -207,7 +211,8 @@ def capture_errors() -> Iterator[None]:
         raise CaptureError(
             f"the model was captured for {torch._dynamo.config.recompile_limit} kinds of inputs, and this is another, while each "
             "shape that is trained on has graphs and a plan of its own: pad batches to one length, or to a few, and let the "
-            "loader drop the last one (drop_last=True)"
+            "loader drop the last one (drop_last=True). Each new Python number, as an argument or in an attribute that the model "
+            "reads, is a kind of its own, too: pass numbers that change as tensors, torch.tensor(beta)"
         ) from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, LohanError | ValueError):

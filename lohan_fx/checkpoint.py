@@ -104,8 +104,8 @@ def resume(
         # torch's own, without states: ours are in the store already.
         torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
         optimizer.steps_done = int(state["step"])
-        if engine.micro_batches.expected is None:
-            engine.micro_batches.expected = state["backwards"]
+        # Absent where an earlier lohan_fx wrote it.
+        engine.micro_batches.resume(state["backwards"], int(state.get("last_backwards", 0)))
         # A training that clips does so in its next step, whose gradients must still be there then.
         engine.updates.holds = engine.updates.holds or bool(state.get("holds"))
         found = Resumed(int(state["step"]), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True)

@@ -13,6 +13,7 @@ from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_bud
 from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
+    wake,
     warn_if_measured_elsewhere,
     warn_if_slow,
     warn_if_untried,
@@ -72,7 +73,7 @@ def compile(
         policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.
         plan: obey this plan instead of making one; it must be of this model and input shape.
         revise: let the first steps correct the profile, and replace the plan once if that pays (``self_check``); only
-            where the profile was measured on this machine. No number changes by it.
+            where the profile was measured on this machine, and its device is the CPU. No number changes by it.
         segments: whether runs of pointwise ops are compiled into kernels, for training: "boxed": no; "auto": where it saves
             enough, as measured; "inductor": all that can be. No number changes by it; what cannot be compiled exactly, or
             at all, runs op by op. On the processor measured it gains 1% at most and takes 15 s once (docs/0015).
@@ -107,6 +108,7 @@ def compile(
     warn_if_untried(hw)
     warn_if_slow(hw, compute_dtype)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
+    wake(hw, compute_dtype)
     before = process_memory.now()
     found = slots_of(model, compute_dtype, ops.new_slots)
     slots = [slot for slot, _ in found.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -59,26 +58,40 @@ def check_arguments(
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
     for name, parameter in parameters.items():
         _check_parameter(name, parameter)
-    _check_apart(parameters)
+    _check_apart(parameters, dict(model.named_buffers()))
     for name, module in model.named_modules():
         _check_statistics(name, module, compute_dtype)
 
 
-def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters over the same memory would each get values of their own. Of those whose elements do not lie in one piece
-    only the first elements are compared: the others may lie between one another's."""
-    placed = []
-    for name, parameter in parameters.items():
-        if not parameter.is_meta and parameter.numel():
-            start = parameter.data_ptr()
-            spread = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
-            placed.append((start, start + (parameter.nbytes if spread == parameter.numel() else 1), name))
-    for (_, end, first), (start, _, second) in itertools.pairwise(sorted(placed)):
-        if start < end:
-            raise ValueError(
-                f"parameters {first} and {second} share memory, and would not any more: make them one parameter (tie them by "
-                "assigning the parameter, not its data), or give one of them a copy"
-            )
+def _check_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Two parameters over the same memory would each get values of their own, and a buffer over a parameter's would keep the
+    old ones; two buffers may share. Of those whose elements do not lie in one piece only the first elements are compared: the
+    others may lie between one another's."""
+    named = [("parameter", *item) for item in parameters.items()] + [("buffer", *item) for item in buffers.items()]
+    placed = [(*_place(value), kind, name) for kind, name, value in named if _has_place(value)]
+    furthest = {"parameter": (0, ""), "buffer": (0, "")}
+    for start, end, kind, name in sorted(placed):
+        for other, (until, before) in furthest.items():
+            if start < until and "parameter" in (kind, other):
+                both = f"parameters {before} and {name}" if kind == other else f"{other} {before} and {kind} {name}"
+                remedy = (
+                    "make them one parameter (tie them by assigning the parameter, not its data), or give one of them a copy"
+                    if kind == other
+                    else "read the parameter in forward instead, or give the buffer a copy"
+                )
+                raise ValueError(f"{both} share memory, and would not any more: {remedy}")
+        furthest[kind] = max(furthest[kind], (end, name))
+
+
+def _has_place(value: torch.Tensor) -> bool:
+    return not is_lazy(value) and value.layout == torch.strided and not value.is_meta and value.numel() > 0
+
+
+def _place(value: torch.Tensor) -> tuple[int, int]:
+    """Where it begins and ends in memory; ends after a byte, if its elements do not lie in one piece."""
+    start = value.data_ptr()
+    spread = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return start, start + (value.nbytes if spread == value.numel() else 1)
 
 
 def _check_statistics(name: str, module: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -144,6 +157,14 @@ def warn_if_untried(hw: HardwareProfile) -> None:
             'PyTorch\'s, or take HardwareProfile.measure(nvme=[...], device="cpu")',
             stacklevel=3,
         )
+
+
+def wake(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
+    """What a process's first work on a GPU brings into its memory (the context, kernels of matmuls) is there before it is
+    counted: it is none of what a plan promises."""
+    if hw.device == "cuda":
+        x = torch.ones(64, 64, dtype=compute_dtype, device="cuda")
+        (x @ x).sum().item()
 
 
 def warn_if_measured_elsewhere(hw: HardwareProfile) -> None:

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
 from lohan_fx.expected_peak import added_bytes, transit_of
 from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.interrupts import interrupt_waits
+from lohan_fx.memory_model import resident_bytes
 from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
@@ -44,6 +46,11 @@ _LOG = logging.getLogger(__name__)
 
 ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
+_ASSIGNS = "assign_to_params_buffers"
+_NO_ASSIGNING = (
+    "load_state_dict(assign=True) would replace offloaded parameters by tensors in memory: use assign=False, which writes the "
+    "values where the parameters are"
+)
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
 
@@ -55,7 +62,10 @@ def _dynamo_settings() -> dict[str, Any]:
 
 
 class Prepared(Exception):
-    """Raised in place of the first forward by ``prepare``: the graphs are linked, nothing has run."""
+    """Raised in place of the first forward by ``prepare``: the graphs are linked, nothing has run. ``plan``: that of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
 
 
 class CompiledModel:
@@ -104,16 +114,19 @@ class CompiledModel:
     def attach(self) -> None:
         """Replace the model's parameters by shells and its call by the compiled one."""
         prepare_dynamo()
-        if self.engine.device.type == "cuda":
-            for buffer in self.model.buffers():
-                buffer.data = buffer.data.to(self.engine.device)
         # All are made before the first takes its place: whatever fails, the model is as it was.
         shells = {slot: self._shell(slot) for slot in self._originals}
+        if self.engine.device.type == "cuda":
+            for buffer in self.model.buffers():
+                self._restore.append(functools.partial(_move, buffer, buffer.device))
+                _move(buffer, self.engine.device)
         for slot, original in self._originals.items():
             for module, name in original.places:
                 module._parameters[name] = shells[slot]
         for module in {module for original in self._originals.values() for module, _ in original.places}:
             self._stream_state_dict(module)
+        for module in self.model.modules():
+            self._replace(module, "load_state_dict", self._load_all)
         self._replace(self.model, "zero_grad", self._zero_grad)
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
         self.engine.on_stage = self.checks.begins
@@ -207,14 +220,23 @@ class CompiledModel:
     def _load(
         self, original: Callable[..., None], state_dict: object, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ValueError(
-                "load_state_dict(assign=True) would replace offloaded parameters by tensors in memory: use assign=False, "
-                "which writes the values where the parameters are"
-            )
+        if local_metadata.get(_ASSIGNS):
+            raise ValueError(_NO_ASSIGNING)
         self.engine.before_writing()
         with streaming():
             original(state_dict, prefix, local_metadata, *args)
+
+    def _load_all(
+        self, original: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """PyTorch notes ``assign=True`` in the dictionary, where it is still found when that is loaded again without."""
+        if assign:
+            raise ValueError(_NO_ASSIGNING)
+        if (noted := getattr(state_dict, "_metadata", None)) is not None:
+            state_dict = OrderedDict(state_dict)
+            cleared = {prefix: {k: v for k, v in local.items() if k != _ASSIGNS} for prefix, local in noted.items()}
+            setattr(state_dict, "_metadata", cleared)  # noqa: B010  of which mypy knows nothing
+        return original(state_dict, strict=strict)
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         self.engine.updates.drop()
@@ -248,8 +270,12 @@ class CompiledModel:
         """What ``compile`` was asked for, the homes that the last plan gave to the parameters, whether gradients are held by
         now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
+        trained = [self.plans[index] for index in self.training_graphs()]
+        least = min(trained, key=lambda plan: sum(resident_bytes(plan))).parameters if trained else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
-        return dataclasses.replace(self._request, homes=homes, holds=self.engine.updates.holds, chooses_sizes=sizes)
+        return dataclasses.replace(
+            self._request, homes=homes, least_homes=least, holds=self.engine.updates.holds, chooses_sizes=sizes
+        )
 
     def link(
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
@@ -263,13 +289,16 @@ class CompiledModel:
                 swap_sizes_bytes=swap_sizes,
                 activation_slots=slots,
                 brought_bytes=brought_bytes(halves, plan) if plan.device == "cpu" else 0,
+                trains=halves.backward is not None,
             )
         )
         if replan is not None:
             # Corrected from the steps of one graph alone: with several, none of them explains the measurements.
             alone = not self.training_graphs() and not self._revised
             wanted = self._request.revise and self._request.plan is None and self._request.hw.is_this_machine()
-            self._replan = replan if alone and wanted else None
+            # What is measured of compute beside a GPU is how long its launches took.
+            timed = plan.device == "cpu"
+            self._replan = replan if alone and wanted and timed else None
             self.checks.forget()
         # The first plan fixes the staging buffers of the runtime; later ones have to count on these.
         self._request = settled(self._request, plan.windows) if self._request.chooses_staging else self._request
@@ -309,7 +338,7 @@ class CompiledModel:
         self._forget_graphs(self._call[True])
 
     @contextmanager
-    def forward(self, rises: Rises, *, training: bool) -> Iterator[None]:
+    def forward(self, rises: Rises, plan: Plan, *, training: bool) -> Iterator[None]:
         if self._unconfigured:
             self._tidy_up()
         while self._unconfigured:
@@ -318,7 +347,7 @@ class CompiledModel:
                 self._unconfigured[0]()
             self._unconfigured.pop(0)
         if self._preparing:
-            raise Prepared
+            raise Prepared(plan)
         with self._in_stage("forward", rises), self.engine.forward(training=training):
             yield
 
@@ -350,9 +379,11 @@ class CompiledModel:
         return self.engine.slots[slot].trainable
 
     def gradient(self, shell: Shell) -> HeldGradient | None:
-        if not self.engine.updates.waits(shell.slot):
+        updates = self.engine.updates
+        if not updates.waits(shell.slot):
             return None
-        return HeldGradient.of(shell, shell.slot, shell.parameter_name, self.engine.updates.settled_gradients)
+        held = functools.partial(updates.settled_gradients, of_step=updates.step)
+        return HeldGradient.of(shell, shell.slot, shell.parameter_name, held)
 
     def drop_gradient(self, slot: int) -> None:
         self.engine.updates.drop_one(slot)
@@ -367,14 +398,14 @@ class CompiledModel:
         self._preparing = True
         try:
             self._run(*args, **kwargs)
-        except Prepared:
-            pass
+        except Prepared as ready:
+            return ready.plan
         finally:
             self._preparing = False
-        return self.plans[-1]
+        raise AssertionError("a call of the model ran none of its graphs")
 
     def release(self) -> None:
-        """Give the model ordinary parameters again and remove the files. Idempotent."""
+        """Give the model ordinary parameters again, where they were, and remove the files. Idempotent."""
         if getattr(self.model, ATTRIBUTE, None) is not self:
             return
         self.engine.let_go()
@@ -386,15 +417,23 @@ class CompiledModel:
             )
         # All are read before any is replaced, so that a failing drive leaves the model as it is.
         values = {slot: self.engine.states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
-        for slot, original in self._originals.items():
-            value = values.pop(slot).to(self.engine.device)
-            shells = [module._parameters.get(name) for module, name in original.places]
-            parameter = nn.Parameter(value, requires_grad=any(s.requires_grad for s in shells if isinstance(s, Shell)))
-            for (module, name), shell in zip(original.places, shells, strict=True):
-                if isinstance(shell, Shell):  # else it was replaced by its user
-                    module._parameters[name] = parameter
-                    shell.owner = None
+        for slot, places in self._shells_now().items():
+            value = values.pop(slot).to(self._originals[slot].device)
+            parameter = nn.Parameter(value, requires_grad=any(shell.requires_grad for _, _, shell in places))
+            for module, name, shell in places:
+                module._parameters[name] = parameter
+                shell.owner = None
         self.detach()
+
+    def _shells_now(self) -> dict[int, list[tuple[nn.Module, str, Shell]]]:
+        """Where each slot's shells are by now: their users may have replaced or tied them since."""
+        found: dict[int, list[tuple[nn.Module, str, Shell]]] = {}
+        homes = (module for original in self._originals.values() for module, _ in original.places)
+        for module in dict.fromkeys((*self.model.modules(), *homes)):
+            for name, shell in module._parameters.items():
+                if isinstance(shell, Shell) and shell.owner is self:
+                    found.setdefault(shell.slot, []).append((module, name, shell))
+        return found
 
     def abandon(self) -> None:
         """As ``release``, at once: the model gets no parameters back. For a model that is released already: nothing."""
@@ -423,3 +462,7 @@ class CompiledModel:
             self.engine.close(timeout_s=timeout_s)
         finally:
             self._cleanup()
+
+
+def _move(buffer: torch.Tensor, device: torch.device) -> None:
+    buffer.data = buffer.data.to(device)

@@ -90,9 +90,9 @@ def _unscale(gradients: Sequence[HeldGradient], found_inf: torch.Tensor, inverse
 
     A finite gradient whose squares exceed fp32 (beyond 1e19) counts as infinite: its step is skipped, and the scale halved.
     """
-    norms = torch.stack([gradient._norm(2.0) for gradient in gradients])
+    norms = torch.stack([gradient._norm(2.0).to(found_inf.device) for gradient in gradients])
     finite = torch.isfinite(norms).all()
-    found_inf.copy_(torch.where(finite.to(found_inf.device), found_inf, torch.ones_like(found_inf)))
+    found_inf.copy_(torch.where(finite, found_inf, torch.ones_like(found_inf)))
     for gradient in gradients:
         gradient._multiply(inverse_scale)
 

@@ -26,7 +26,7 @@ from lohan_fx.memory_model import parameter_bytes
 from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing, quantities_of
 from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.search import read, useful
-from lohan_fx.plan import SUM_BYTES, Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
 from lohan_fx.step_time import device_of, fetches_of, handover_adds, parameter_adds, quantities_of_plan, stage_lanes
@@ -131,18 +131,18 @@ def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Ho
     for home, states_home in itertools.product(homes, states):
         moves = not problem.budgets.shared or Tier.NVME in (home, states_home)
         if held or (p.trainable and moves and p.name not in problem.ends.first_fetches):
-            for waits in (Tier.HOST, *nvme):
-                found += [Homes(home, states_home, waits, twice) for twice in _times(p, problem, states_home)]
+            for at in (Homes(home, states_home, waits) for waits in (Tier.HOST, *nvme)):
+                found += [at._replace(twice=twice) for twice in _times(p, problem, at)]
         if not held:
             found.append(Homes(home, states_home))
     return tuple(found)
 
 
-def _times(p: ParameterFacts, problem: Problem, states_home: Tier | None) -> tuple[bool, ...]:
-    """Whether an update beside the next forward is made twice: of such as are all put off; not of those whose gradients come
+def _times(p: ParameterFacts, problem: Problem, at: Homes) -> tuple[bool, ...]:
+    """Whether its update beside the next forward is made twice: of such as are all put off; not of those whose gradients come
     first in the backward (``holding.updated_twice``)."""
     may = problem.holds and problem.windows.optimizer_buffers > 1 and p.name not in problem.ends.blocking
-    return (True, False) if may and states_home is Tier.NVME and p.bytes != SUM_BYTES * p.numel else (False,)
+    return (True, False) if may and _placed(p, at).may_be_updated_twice else (False,)
 
 
 def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
@@ -154,15 +154,20 @@ def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
-    home, states_home, waits, twice = at
-    runs = OptimizerTiming.NEXT_FORWARD if waits is not None else OptimizerTiming.IN_BACKWARD
-    runs = runs if p.trainable else OptimizerTiming.NONE
-    layer = layer_of_parameter(p.name)
-    placed = ParameterPlan(p.name, layer, p.numel, p.bytes, p.trainable, home, states_home, runs, waits, twice)
+    placed = _placed(p, at)
     shared = problem.budgets.shared
     device, host = parameter_bytes(placed, device_of(problem))
     held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
     return {quantity: added for quantity, added in {**parameter_adds(problem, placed), **held}.items() if added}
+
+
+def _placed(p: ParameterFacts, at: Homes) -> ParameterPlan:
+    runs = OptimizerTiming.IN_BACKWARD if at.gradient is None else OptimizerTiming.NEXT_FORWARD
+    runs = runs if p.trainable else OptimizerTiming.NONE
+    layer = layer_of_parameter(p.name)
+    return ParameterPlan(
+        p.name, layer, p.numel, p.bytes, p.trainable, at.parameter, at.states, runs, at.gradient, at.twice
+    )
 
 
 # --- back to a plan -------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ are not handed back. The numbers are the same sums in another order.
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -22,24 +24,47 @@ def with_lean_loss(model: nn.Module) -> nn.Module:
     """``model``, a Hugging Face causal language model, whose output has the loss and no logits where it got labels; the
     same object. To be called before ``lohan_fx.compile``.
 
-    Raises ``TypeError`` for a model that does not let its loss be replaced.
+    Raises ``TypeError`` for a model that does not let its loss be replaced, or whose loss is another than
+    ``ForCausalLMLoss``. A second call changes nothing.
     """
     if not hasattr(type(model), "loss_function"):
         raise TypeError(
             f"{type(model).__name__} has no loss_function to replace: expected a Hugging Face language model"
         )
+    loss: Any = model.loss_function
+    if loss is lean_causal_loss:
+        return model
+    found = getattr(loss, "__name__", type(loss).__name__)
+    if found != "ForCausalLMLoss":
+        raise TypeError(
+            f"the loss of {type(model).__name__} is {found}, and only ForCausalLMLoss, of the next token, is taken in pieces: "
+            "compile the model without with_lean_loss"
+        )
     setattr(model, "loss_function", lean_causal_loss)  # noqa: B010  a property, which mypy does not know
-    forward = model.forward
+    if "forward" in vars(model):
+        patched = model.forward
 
-    def without_logits(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if output.loss is None:
-            return output
-        # Made anew: setting the field to None would leave the logits among the output's items.
-        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        @functools.wraps(patched)
+        def of_patched(*args: Any, **kwargs: Any) -> Any:
+            return _without_logits(patched(*args, **kwargs))
 
-    model.forward = without_logits
+        model.forward = of_patched
+        return model
+
+    @functools.wraps(type(model).forward)
+    def of_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _without_logits(type(self).forward(self, *args, **kwargs))
+
+    # A method, which a copy of the model binds to itself.
+    model.forward = types.MethodType(of_class, model)
     return model
+
+
+def _without_logits(output: Any) -> Any:
+    if output.loss is None:
+        return output
+    # Made anew: setting the field to None would leave the logits among the output's items.
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
 def lean_causal_loss(

@@ -59,6 +59,15 @@ class _Draw:
             torch.set_rng_state(now)
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """``value``, made on the CPU in place of ``meta``; ``version``: of the value while nobody has set it."""
+
+    meta: torch.Tensor
+    value: torch.Tensor
+    version: int
+
+
 def has_meta(model: nn.Module) -> bool:
     """Whether a parameter or buffer of ``model`` is on ``meta``."""
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
@@ -103,16 +112,17 @@ def initialized(
             for earlier in again:
                 earlier.execute_again()
             draw.execute()
-            for (module, kind, name), (meta, value) in made.items():
-                if module not in finished:
+            for (module, kind, name), place in made.items():
+                full = f"{names[module]}.{name}".strip(".")
+                if module not in finished or full in skip:
                     continue
-                _check_set(value, f"{names[module]}.{name}".strip("."))
+                _check_set(place, full)
                 if kind == "buffer":
-                    buffers[module, name] = value
-                elif parameters and id(meta) not in done:
-                    done.add(id(meta))
-                    assert isinstance(meta, nn.Parameter)
-                    store(meta, value)
+                    buffers[module, name] = place.value
+                elif parameters and id(place.meta) not in done:
+                    done.add(id(place.meta))
+                    assert isinstance(place.meta, nn.Parameter)
+                    store(place.meta, place.value)
     return buffers
 
 
@@ -196,11 +206,9 @@ def _check_all_set(model: nn.Module, lost: Collection[nn.Module], names: Mapping
 
 
 @contextlib.contextmanager
-def _made(
-    modules: Collection[nn.Module],
-) -> Iterator[dict[tuple[nn.Module, str, str], tuple[torch.Tensor, torch.Tensor]]]:
-    """Within: what ``modules`` themselves have on ``meta`` is on the CPU, unset. (module, kind, name) -> (meta, CPU)."""
-    made: dict[tuple[nn.Module, str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+def _made(modules: Collection[nn.Module]) -> Iterator[dict[tuple[nn.Module, str, str], _Place]]:
+    """Within: what ``modules`` themselves have on ``meta`` is on the CPU, unset, by module, kind and name."""
+    made: dict[tuple[nn.Module, str, str], _Place] = {}
 
     def held(module: nn.Module, kind: str) -> dict[str, Any]:
         return module._parameters if kind == "parameter" else module._buffers
@@ -212,16 +220,16 @@ def _made(
                     value = _unset(meta)
                     if kind == "parameter":
                         value = nn.Parameter(value, requires_grad=meta.requires_grad)
-                    made[module, kind, name] = meta, value
+                    made[module, kind, name] = _Place(meta, value, value._version)
                     held(module, kind)[name] = value
         yield made
     finally:
-        for (module, kind, name), (meta, _) in made.items():
-            held(module, kind)[name] = meta
+        for (module, kind, name), place in made.items():
+            held(module, kind)[name] = place.meta
 
 
 def _unset(meta: torch.Tensor) -> torch.Tensor:
-    """Memory for ``meta`` on the CPU, of numbers that no initialisation sets."""
+    """Memory for ``meta`` on the CPU, of numbers that no initialisation sets; zeros of a bool or uint8, which has none."""
     value = torch.empty(meta.shape, dtype=meta.dtype)
     return value.fill_(_nothing(meta.dtype)) if meta.dtype is not torch.bool else value.zero_()
 
@@ -230,10 +238,14 @@ def _nothing(dtype: torch.dtype) -> float | int:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
-def _check_set(value: torch.Tensor, name: str) -> None:
-    if value.dtype in (torch.bool, torch.uint8) or not value.numel():
+def _check_set(place: _Place, name: str) -> None:
+    value = place.value
+    if not value.numel():
         return
-    if value.dtype.is_floating_point or value.dtype.is_complex:
+    if value.dtype in (torch.bool, torch.uint8):
+        # The version tells zeros that were set from those that were there; what is set through ``.data`` leaves it.
+        unset = value.numel() if value._version == place.version and not bool(value.any()) else 0
+    elif value.dtype.is_floating_point or value.dtype.is_complex:
         unset = int(value.isnan().sum())
     else:
         unset = value.numel() if bool((value == _nothing(value.dtype)).all()) else 0

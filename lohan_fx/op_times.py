@@ -101,7 +101,21 @@ def _is_timed(node: Node, device: torch.device) -> bool:
     found = meta.cost(node)
     if runs_unread(node) and not found.is_random:
         return False
+    if device.type == "cuda" and _reads_its_seed(node):
+        return False
     return found.lane is Lane.COMPUTE and not (found.is_view and device.type == "cuda")
+
+
+def _reads_its_seed(node: Node) -> bool:
+    """Whether it is the backward of a fused attention with dropout, whose kernel reads the seed on the host, wherever a tensor
+    made for it lies: no exception, the process ends."""
+    name = str(node.target)
+    if "scaled_dot_product" not in name or "backward" not in name:
+        return False
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    place = next((place for place, arg in enumerate(schema) if arg.name == "dropout_p"), None)
+    given = node.args[place] if place is not None and place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
 
 
 def signature_of(node: Node) -> Signature:

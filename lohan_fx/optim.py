@@ -150,14 +150,16 @@ class Adam(torch.optim.Optimizer):
                     f"param group {index} changed between backward and step ({used} was used, now {now[index]}): the "
                     "update ran inside the backward; change hyper-parameters after step()"
                 )
-        updated = set(self._engine.step())
-        self.steps_done += 1
+        updated = set(self._engine.step(self._count))
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
         shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
         torch.autograd.graph.increment_version(shells)
         if self._engine.wear.is_spent(reserved_bytes(self._engine)):
             first: Any = self.param_groups[0]["params"][0]
             raise stopped_by_wear(self, first.owner.model)
+
+    def _count(self) -> None:
+        self.steps_done += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that are held. After ``step`` there are none. Raises ``StepError`` if applied already.

@@ -15,7 +15,8 @@ from lohan_fx.runtime.slots import ParameterSlot
 
 @dataclass
 class Original:
-    """A parameter as it was: where the model holds it, in what dtype, and the RAM it took (none on ``meta``).
+    """A parameter as it was: where the model holds it, in what dtype, the RAM it took (none on ``meta``), and the memory it
+    gets back in the end (the CPU's, if it was on ``meta``).
 
     ``parameter``: itself, for as long as somebody else holds it.
     """
@@ -24,6 +25,7 @@ class Original:
     places: list[tuple[nn.Module, str]]
     dtype: torch.dtype
     bytes: int
+    device: torch.device
 
 
 def slots_of(
@@ -35,8 +37,9 @@ def slots_of(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{prefix}.{name}" if prefix else name
-                nbytes = 0 if parameter.is_meta or in_file(parameter) else parameter.nbytes
-                original = Original(weakref.ref(parameter), [], parameter.dtype, nbytes)
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                nbytes = 0 if parameter.device.type != "cpu" or in_file(parameter) else parameter.nbytes
+                original = Original(weakref.ref(parameter), [], parameter.dtype, nbytes, device)
                 entry = found.setdefault(id(parameter), (parameter, full, original))
                 entry[2].places.append((module, name))
     slots: dict[int, tuple[ParameterSlot, Original]] = {}

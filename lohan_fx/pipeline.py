@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from lohan_fx import cost, inductor
 from lohan_fx.cost import Work
 from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.memory_model import resident_bytes
 from lohan_fx.op_times import time_ops
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, Pass
@@ -48,7 +49,7 @@ def compile_training(
     annotate(joint)
     if request.hw.is_this_machine():
         time_ops(joint, torch.device(request.hw.device))
-    plan = request.plan or search(_rewrites(joint, num_outputs, parameters), request)
+    plan = request.plan or _no_more_at_home(_rewrites(joint, num_outputs, parameters), request)
     slots = activation_slots(len(plan.activations))
     if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
         predict(_rewrite(joint, plan, num_outputs, parameters, slots, checked=False), plan, request)
@@ -59,6 +60,28 @@ def compile_training(
     plan = dataclasses.replace(plan, prediction=predict_placed(halves, plan, request))
     halves.recompile()
     return halves, plan
+
+
+def _no_more_at_home(rewrites: Rewrites, request: Request) -> Plan:
+    """The plan searched for; with the homes of an earlier one, for another shape, where those take less memory: its graphs may
+    run again, beside what is at home then."""
+    plan = search(rewrites, request)
+    least = {p.name: p for p in request.least_homes}
+    if not least or sum(resident_bytes(plan)) <= sum(
+        resident_bytes(dataclasses.replace(plan, parameters=request.least_homes))
+    ):
+        return plan
+    moved = tuple(
+        dataclasses.replace(p, home=least[p.name].home, states_home=least[p.name].states_home, updated_twice=False)
+        for p in plan.parameters
+    )
+    note = "parameters and states are where the plan of an earlier shape has them, which may come again"
+    found = dataclasses.replace(plan, parameters=moved, division=None, notes=(*plan.notes, note))
+    try:
+        predict(rewrites.halves(found), found, request)
+    except InfeasiblePlan:
+        return plan
+    return found
 
 
 def plan_training(

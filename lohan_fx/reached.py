@@ -93,6 +93,11 @@ def _slot_of(source: AutogradNode | None) -> int | None:
     return shell.slot if isinstance(shell, Shell) else None
 
 
+def _is_trained(source: AutogradNode) -> bool:
+    """Not if it was frozen since the forward."""
+    return bool(source.variable.requires_grad)  # type: ignore[attr-defined]
+
+
 def reached(sources: Sources) -> Collection[int]:
     """The slots that the backward which runs now gives a gradient. Called by the graph of that backward."""
     node = torch._C._current_autograd_node()
@@ -105,6 +110,6 @@ def reached(sources: Sources) -> Collection[int]:
         if source is None or slot is None or slot not in sources:
             continue
         leads_here = defined is None or any(defined[place] for place in sources[slot])
-        if leads_here and torch._C._will_engine_execute_node(source):
+        if leads_here and _is_trained(source) and torch._C._will_engine_execute_node(source):
             found.add(slot)
     return found

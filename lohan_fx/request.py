@@ -19,7 +19,8 @@ from lohan_fx.problem import Budgets, ParameterFacts
 class Request:
     """What ``compile`` was asked for, as far as the pipeline needs it.
 
-    ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``compute_scale``: how
+    ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``least_homes``: those of the
+    training plan whose graphs may run again that keeps least in memory; empty without any. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
     may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
@@ -35,6 +36,7 @@ class Request:
     windows: Windows
     plan: Plan | None
     homes: tuple[ParameterPlan, ...] = ()
+    least_homes: tuple[ParameterPlan, ...] = ()
     compute_scale: float = 1.0
     revise: bool = True
     segments: str = inductor.BOXED

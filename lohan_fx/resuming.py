@@ -99,7 +99,7 @@ def as_on_disk(windows: Windows, manifest: Manifest, plan: Plan | None) -> Windo
 def _chunk_elements_of(manifest: Manifest) -> int:
     """How the states on disk are cut, which a run cannot change. Raises ``StoreError``."""
     found = manifest.state.get("chunk_elements")
-    if type(found) is not int or not 1024 <= found <= 1 << 31 or found & (found - 1):
+    if type(found) is not int or not 0 < found <= 1 << 31 or found % 4096:
         raise StoreError(f"checkpoint {manifest.generation} says that chunks have {found!r} elements: it is damaged")
     return found
 
@@ -118,7 +118,8 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
         raise StoreError(
             f"checkpoint {manifest.generation} lacks what a model needs ({error!r}): it is damaged"
         ) from error
-    engine.wear.earlier_bytes = _bytes_written(manifest)
+    engine.wear.earlier_bytes = _bytes(manifest, "bytes_written")
+    engine.wear.expect(_bytes(manifest, "step_bytes"))
     for name, slot in slots.items():
         engine.residency[slot.slot].updates = int(updates[name])
     for slot in stale:
@@ -129,10 +130,10 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
     engine.resumed = state
 
 
-def _bytes_written(manifest: Manifest) -> int:
-    found = manifest.state.get("bytes_written", 0)  # absent where an earlier lohan_fx wrote it
+def _bytes(manifest: Manifest, name: str) -> int:
+    found = manifest.state.get(name, 0)  # absent where an earlier lohan_fx wrote it
     if type(found) is not int or not 0 <= found < 1 << 63:
-        raise StoreError(f"checkpoint {manifest.generation} says that {found!r} bytes were written: it is damaged")
+        raise StoreError(f"checkpoint {manifest.generation} says that {name} is {found!r}: it is damaged")
     return found
 
 

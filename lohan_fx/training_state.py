@@ -52,6 +52,7 @@ def commit_training(
         "optimizer": groups_of(optimizer),
         "step": optimizer.steps_done,
         "backwards": engine.micro_batches.expected,
+        "last_backwards": engine.micro_batches.last,
         "holds": engine.updates.holds,
         "scheduler": None if parts.scheduler is None else encoded(parts.scheduler.state_dict(), "scheduler"),
         "loader": None if parts.loader is None else encoded(parts.loader.state_dict(), "loader"),
@@ -60,7 +61,8 @@ def commit_training(
         STOPPED_IN_STEP: stopped,
     }
     engine.states.write_back()
-    return engine.store.commit({**state, "bytes_written": engine.wear.written_bytes}, verify=verify)
+    wear = {"bytes_written": engine.wear.written_bytes, "step_bytes": engine.wear.step_bytes}
+    return engine.store.commit({**state, **wear}, verify=verify)
 
 
 def stopped_by_wear(optimizer: Adam, model: nn.Module) -> WearBudgetExceeded:
@@ -107,5 +109,4 @@ def saved_groups(state: Mapping[str, Any], optimizer: Adam) -> list[dict[str, An
 
 def reserved_bytes(engine: Engine) -> int:
     """What a checkpoint would write of the states that are in memory, twice: the caller may want one of his own."""
-    in_memory = [engine.slots[slot] for slot, resident in engine.residency.items() if resident.master is not None]
-    return 0 if engine.store.is_temporary else sum(2 * 12 * parameter.numel for parameter in in_memory)
+    return 0 if engine.store.is_temporary else 2 * engine.states.written_back_bytes()

@@ -72,16 +72,23 @@ class Engine:
         self.workspace, self.room = Workspace(), Room()
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
-        self._closed = False
+        self._closed = self._ended = False
         ops.bind(self.slots, self)
 
     # --- setting up -------------------------------------------------------------------------------------------
 
     def configure(
-        self, plan: Plan, *, swap_sizes_bytes: Sequence[int], activation_slots: Sequence[int], brought_bytes: int
+        self,
+        plan: Plan,
+        *,
+        swap_sizes_bytes: Sequence[int],
+        activation_slots: Sequence[int],
+        brought_bytes: int,
+        trains: bool = True,
     ) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
-        ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory.
+        ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory. ``trains``: there
+        is a backward among them, whose gradients wait where the plan says.
 
         The first plan fixes the staging buffers; a later one (another input shape) only adds places. Raises ``StepError``
         where updates of a step that is half done may be on their way to what is moved here.
@@ -98,7 +105,8 @@ class Engine:
         self._swap.prepare(sorted(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)
-        self.gradients.apply_plan(plan, self.device)
+        if trains:
+            self.gradients.apply_plan(plan, self.device)
         if plan.prediction is not None:
             self.wear.expect(plan.prediction.nvme_write_bytes)
 
@@ -122,9 +130,9 @@ class Engine:
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """End the threads, free the memory, close the store and remove its files. Idempotent.
 
-        Raises ``LaneTimeout`` if threads or store do not end within ``timeout_s`` each.
+        Raises ``LaneTimeout`` if threads or store do not end within ``timeout_s`` each; then ``close`` may be called again.
         """
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         ops.unbind([*self.slots, *self._activation_slots])
@@ -135,6 +143,7 @@ class Engine:
             self.workspace.give_back()
             self.room.close()
             self.store.close(remove=remove, timeout_s=timeout_s)
+        self._ended = True
 
     # --- the ops ----------------------------------------------------------------------------------------------
 
@@ -196,15 +205,18 @@ class Engine:
             end_s = time.perf_counter()
             self.timeline.record("compute", label, start_s, end_s, idle_s=self.timeline.stall_s - stalled_s)
 
-    def step(self) -> Collection[int]:
-        """Finish the step (``updates.finish_step``); the slots that were updated."""
+    def step(self, counted: Callable[[], None] = lambda: None) -> Collection[int]:
+        """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called once it is done, before
+        anything else, which Ctrl-C may keep from running."""
         if self._closed:
             raise StepError("step() was called after the model was released: it has ordinary parameters again now")
         self.micro_batches.refuse_if_torn()
         if self._machine is None:
+            counted()
             return ()
         self.on_stage("optimizer")
         updated = self.updates.finish_step()
+        counted()
         self.wear.step_ends()
         self.on_stage("end")
         return updated

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from lohan_fx.errors import StepError
 from lohan_fx.plan import OptimizerTiming, Plan, Tier
 from lohan_fx.runtime.gradient_norm import combined, norm_of
 from lohan_fx.runtime.slots import STATE_DTYPE, Held, ParameterSlot, Residency
@@ -34,6 +35,7 @@ class HeldGradients:
         self._residency = residency
         self._placed: dict[int, dict[torch.dtype, int | None]] = {}
         self.hold_bytes = 0
+        self._least_left: int | None = None
         self._late: set[int] = set()
         self._deferred: set[int] = set()
         self._twice: set[int] = set()
@@ -51,7 +53,8 @@ class HeldGradients:
         self._forget_places()
 
     def apply_plan(self, plan: Plan, device: torch.device) -> None:
-        """Note where ``plan`` wants each gradient to wait, and what it leaves for those that it does not speak of."""
+        """Note where ``plan``, of a training graph, wants each gradient to wait, and what it leaves for those that it does not
+        speak of: of several plans the least, since the graphs of each may run."""
         homes = {p.name: p for p in plan.parameters}
         self._late.clear()
         self._deferred.clear()
@@ -69,7 +72,9 @@ class HeldGradients:
             if home.updated_twice:
                 self._twice.add(slot)
         if plan.prediction is not None:
-            self.hold_bytes = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
+            left = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
+            self._least_left = left if self._least_left is None else min(self._least_left, left)
+            self.hold_bytes = self._least_left
 
     def applied_late(self, slot: int) -> bool:
         """Whether the plan says that ``slot`` is updated in a stage after the backward."""
@@ -126,8 +131,10 @@ class HeldGradients:
         return held
 
     def _plan_of(self, slot: int) -> tuple[torch.device | None, int]:
-        """Which memory the plan has for gradients of ``slot``, and how much of it."""
-        return self._planned.get(slot, (torch.device("cpu"), 0))
+        """Which memory the plan has for gradients of ``slot``, and how much of it; where it says nothing, that of the states,
+        which meet them."""
+        master = self._residency[slot].master
+        return self._planned.get(slot, (torch.device("cpu") if master is None else master.device, 0))
 
     def _in_memory(self, slot: int, dtype: torch.dtype) -> bool:
         """Whether a gradient of ``slot`` waits in memory, decided once for a plan and ``hold_bytes``: what came first stays."""
@@ -211,7 +218,10 @@ class HeldGradients:
 
     def _held(self, slot: int) -> Held:
         held = self._residency[slot].held
-        assert held is not None, "nothing is held"
+        if held is None:
+            raise StepError(
+                f"no gradient of {self._slots[slot].name} is held: ask between backward and optimizer.step()"
+            )
         return held
 
     def _pieces(self, slot: int, held: Held, *, backwards: bool = False) -> Iterator[tuple[int, torch.Tensor]]:

@@ -48,6 +48,16 @@ class MicroBatches:
         """Every step has so many backwards, or fewer; None: to be learned."""
         self.expected, self._declared = backwards, backwards is not None
 
+    @property
+    def last(self) -> int:
+        """How many backwards the last step had; 0 where that was declared or there was none."""
+        return self._last
+
+    def resume(self, expected: int | None, last: int) -> None:
+        """Go on with what was learned before a checkpoint, unless it is declared now."""
+        if not self._declared:
+            self.expected, self._last = expected, last
+
     def forward_begins(self) -> None:
         """A forward is about to run. Raises ``StepError`` where its gradients could not be added to this step's."""
         self._refuse_torn()

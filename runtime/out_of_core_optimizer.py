@@ -129,6 +129,11 @@ class OutOfCoreOptimizer:
             for c in parameter.chunks(self._chunk_elements)
         ]
 
+    def let_compute_end(self) -> None:
+        """Wait for what a device was asked for that runs behind this thread: an evaluation since the backward may still read
+        what updates write."""
+        self._machine.link.finish(self._machine.link.mark())
+
     def apply_held(self, slot: int, options: AdamOptions, *, twice: bool = False) -> None:
         """Update ``slot`` with what is held of its gradient; ``pending`` tells when that is done.
 

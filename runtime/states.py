@@ -1,7 +1,8 @@
 """states: parameters and optimizer states as a whole: putting them into the store, reading them, moving them home.
 
-Guarantees: memory used beside what is returned or made resident is one staging buffer of ``STAGING_BYTES``. What is
-read is what the last finished step wrote.
+Guarantees: memory used beside what is returned or made resident is one staging buffer of ``STAGING_BYTES``, or of one
+chunk where that is larger. A chunk of which all is to be written is written at once, so that checkpoints have its checksum
+from what was in memory. What is read is what the last finished step wrote.
 
 Assumes: nothing is under way (the caller settles the engine first).
 """
@@ -55,7 +56,7 @@ class States:
         if resident.master is not None:
             resident.master.copy_(flat)
         if resident.compute is not None:
-            resident.compute.copy_(flat)
+            resident.compute.copy_(flat.to(parameter.master_dtype))
         self.write_piece(slot, 0, flat)
 
     def write_piece(self, slot: int, start: int, flat: torch.Tensor) -> None:
@@ -76,7 +77,7 @@ class States:
             moments = resident.exp_avg, resident.exp_avg_sq
             first, second = (moment.to("cpu", copy=True).view(parameter.shape) for moment in moments)
             return first, second
-        found = tuple(torch.empty(parameter.numel, dtype=STATE_DTYPE) for _ in range(2))
+        found = tuple(torch.empty(parameter.numel, dtype=STATE_DTYPE, device=CPU) for _ in range(2))
         for chunk in parameter.chunks(self.chunk_elements):
             for index, moment in enumerate(found):
                 offset = chunk.moments_offset + index * chunk.padded_bytes
@@ -100,11 +101,17 @@ class States:
 
     def _store_moments(self, parameter: ParameterSlot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         self.cut = True
-        for chunk in parameter.chunks(self.chunk_elements):
-            for index, moment in enumerate((exp_avg, exp_avg_sq)):
-                offset = chunk.moments_offset + index * chunk.padded_bytes
-                piece = moment.reshape(-1)[chunk.start : chunk.start + chunk.elements]
-                self._write(parameter.moments_extent, piece, STATE_DTYPE, offset=offset)
+        chunks = parameter.chunks(self.chunk_elements)
+        moments = exp_avg.reshape(-1), exp_avg_sq.reshape(-1)
+        with HostPool({"staging": Reservation(1, max((2 * c.padded_bytes for c in chunks), default=1))}) as pool:
+            for chunk in chunks:
+                with pool.acquire("staging") as buffer:
+                    for index, moment in enumerate(moments):
+                        half = buffer.tensor[index * chunk.padded_bytes :][: chunk.elements * STATE_DTYPE.itemsize]
+                        half.view(STATE_DTYPE).copy_(moment[chunk.start : chunk.start + chunk.elements])
+                    self._store.write(
+                        parameter.moments_extent, chunk.moments_offset, buffer.tensor, 2 * chunk.padded_bytes
+                    )
 
     def written_by_update(self, slot: int) -> int:
         """Bytes that one update of ``slot`` writes to the store."""
@@ -124,6 +131,11 @@ class States:
                 self._write(parameter.master_extent, resident.master, parameter.master_dtype)
                 self._store_moments(parameter, resident.exp_avg, resident.exp_avg_sq)
 
+    def written_back_bytes(self) -> int:
+        """What ``write_back`` writes."""
+        in_memory = [self._slots[slot] for slot, found in self._residency.items() if found.master is not None]
+        return sum(3 * c.padded_bytes for parameter in in_memory for c in parameter.chunks(self.chunk_elements))
+
     def stale_copies(self) -> list[str]:
         """The parameters whose compute-dtype copy in the store is older than their master: the newest is in memory."""
         return [
@@ -135,8 +147,9 @@ class States:
     def renew_copy(self, slot: int) -> None:
         """Make the compute-dtype copy in the store from the master in the store."""
         parameter = self._slots[slot]
-        for start in range(0, parameter.numel, STAGING_BYTES // STATE_DTYPE.itemsize):
-            piece = torch.empty(min(STAGING_BYTES // STATE_DTYPE.itemsize, parameter.numel - start), dtype=STATE_DTYPE)
+        per_piece = self._staged_elements(STATE_DTYPE)
+        for start in range(0, parameter.numel, per_piece):
+            piece = torch.empty(min(per_piece, parameter.numel - start), dtype=STATE_DTYPE, device=CPU)
             self._read_into(parameter.master_extent, start * STATE_DTYPE.itemsize, piece)
             offset = start * parameter.compute_dtype.itemsize
             self._write(parameter.streamed_extent, piece, parameter.compute_dtype, offset=offset)
@@ -213,7 +226,7 @@ class States:
     # --- staging ----------------------------------------------------------------------------------------------
 
     def _read(self, extent: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        value = torch.empty(numel, dtype=dtype)
+        value = torch.empty(numel, dtype=dtype, device=CPU)
         self._read_into(extent, 0, value)
         return value
 
@@ -225,6 +238,10 @@ class States:
                 self._store.read(extent, offset + start, buffer.tensor, piece.numel())
                 piece.copy_(buffer.tensor[: piece.numel()])
 
+    def _staged_elements(self, dtype: torch.dtype) -> int:
+        """How many are written at once: whole chunks."""
+        return self.chunk_elements * max(1, STAGING_BYTES // (self.chunk_elements * dtype.itemsize))
+
     def _write(
         self,
         extent: str,
@@ -235,8 +252,8 @@ class States:
         through: torch.dtype | None = None,
     ) -> None:
         """Write ``flat`` as ``dtype`` (cast to ``through`` before, so that the copy is the master's cast)."""
-        per_piece = STAGING_BYTES // dtype.itemsize
-        with HostPool({"staging": Reservation(1, page_padded_bytes(STAGING_BYTES))}) as pool:
+        per_piece = self._staged_elements(dtype)
+        with HostPool({"staging": Reservation(1, page_padded_bytes(per_piece * dtype.itemsize))}) as pool:
             for start in range(0, flat.numel(), per_piece):
                 piece = flat[start : start + per_piece]
                 with pool.acquire("staging") as buffer:

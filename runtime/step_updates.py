@@ -30,7 +30,8 @@ class StepUpdates:
     """The updates of the step under way, of all parameters of one model.
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
-    ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014).
+    ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014). ``step`` counts
+    those whose gradients were applied or dropped.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class StepUpdates:
         self.options: Options | None = None
         self.applied_with: dict[int, AdamOptions] = {}
         self.holds = False
+        self.step = 0
+        self._dropped: set[int] = set()
         self._fetched: dict[int, None] = {}
         self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
@@ -108,6 +111,7 @@ class StepUpdates:
         self._taken.setdefault(slot)
         options = self.options(slot)
         if options is None:
+            self._dropped.add(slot)
             return
         deferred = self.holds or self._gradients.deferred(slot)
         if self._applying and not deferred and not self._gradients.applied_late(slot):
@@ -133,6 +137,11 @@ class StepUpdates:
         has been applied already."""
         if self._micro_batches.torn:
             return False
+        if slot in self._dropped:
+            raise ValueError(
+                f"the gradient of {self._slots[slot].name} was asked for, and is not kept, because the optimizer was not given "
+                "that parameter: give it to the optimizer, or freeze it by requires_grad_(False) before compile"
+            )
         if self._micro_batches.applied and not self._gradients.holds(slot):
             raise StepError(
                 f"the gradient of {self._slots[slot].name} was asked for, but it went to the optimizer inside the backward: to "
@@ -140,8 +149,13 @@ class StepUpdates:
             )
         return self._gradients.holds(slot)
 
-    def settled_gradients(self, *, hold_from_now_on: bool = True) -> HeldGradients:
-        """What is held, once all of it is in place; from now on all steps hold their gradients."""
+    def settled_gradients(self, *, hold_from_now_on: bool = True, of_step: int | None = None) -> HeldGradients:
+        """What is held, once all of it is in place; from now on all steps hold their gradients. Raises ``StepError`` where
+        the gradients ``of_step`` were asked for, and are applied or dropped by now."""
+        if of_step not in (None, self.step):
+            raise StepError(
+                "a gradient was asked for that is applied or dropped by now: ask between backward and optimizer.step()"
+            )
         self.holds = self.holds or hold_from_now_on
         self._ready().barrier()
         return self._gradients
@@ -161,6 +175,7 @@ class StepUpdates:
         has been applied already."""
         if self._micro_batches.torn:
             return
+        self._dropped.discard(slot)
         if slot in self.applied_with:
             self._micro_batches.gradients_dropped()
         if not self._gradients.holds(slot):
@@ -185,6 +200,8 @@ class StepUpdates:
             optimizer.barrier()
             # Also after an update in the backward: that of another micro-batch may have reached more parameters.
             now, later = self._to_apply()
+            if now or later:
+                optimizer.let_compute_end()
             self._apply(now)
             if now:
                 optimizer.barrier()
@@ -270,6 +287,8 @@ class StepUpdates:
     def forget(self) -> None:
         """The gradients of this step are applied, on their way to be, or dropped."""
         self._gradients.forget()
+        self.step += 1
+        self._dropped.clear()
         self.applied_with.clear()
         self._holding = False
 

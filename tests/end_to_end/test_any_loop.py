@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lohan_fx
-from benchmarks.held_on_nvme import leave_no_memory_to_hold
+from benchmarks.forced_holding import leave_no_memory_to_hold
 from lohan_fx import holding, problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
@@ -337,7 +337,7 @@ class AnyLoop(RuleBasedStateMachine):
         for optimizer in (self.our_adam, self.adam):
             optimizer.param_groups[-1]["lr"] = lr
 
-    @precondition(lambda self: not self.backwards and not self.open)
+    @precondition(lambda self: not self.backwards)
     @rule(of=st.sampled_from(["up", "side", "norm"]))
     def freeze_or_thaw(self, of: str) -> None:
         if all(p.requires_grad for p in getattr(self.fresh, of).parameters()):

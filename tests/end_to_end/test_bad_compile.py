@@ -410,6 +410,47 @@ def test_parameters_over_the_same_memory(build: Callable[[], nn.Module], nvme: P
     refused(build(), ValueError, "layers.0.weight", "layers.1.", "share memory", nvme=nvme)
 
 
+def a_row(model: nn.Module) -> torch.Tensor:
+    return model.layers[0].weight.data[0]
+
+
+def a_column(model: nn.Module) -> torch.Tensor:
+    return model.layers[0].weight.data[:, 1]
+
+
+def a_larger_one(model: nn.Module) -> torch.Tensor:
+    weight, flat = model.layers[0].weight, torch.zeros(4 * WIDTH * WIDTH)
+    weight.data = flat[WIDTH * WIDTH : 2 * WIDTH * WIDTH].view_as(weight)
+    return flat
+
+
+@pytest.mark.parametrize("make", [a_row, a_column, a_larger_one])
+def test_a_buffer_over_the_memory_of_a_parameter(make: Callable[[nn.Module], torch.Tensor], nvme: Path) -> None:
+    model = Tiny()
+    buffer = make(model)
+    model.register_buffer("seen", buffer)
+    model.register_buffer("before", buffer[:0])
+    refused(model, ValueError, "parameter layers.0.weight", "buffer seen", "share memory", nvme=nvme)
+
+
+def test_a_parameter_behind_another_within_a_buffer(nvme: Path) -> None:
+    """The overlap is not between neighbours."""
+    model = Tiny()
+    flat, area = torch.zeros(4 * WIDTH * WIDTH), WIDTH * WIDTH
+    model.layers[1].weight.data = flat[2 * area : 3 * area].view(WIDTH, WIDTH)
+    model.register_buffer("all", flat)
+    model.register_buffer("first", flat[:2])
+    refused(model, ValueError, "buffer all and parameter layers.1.weight share memory", nvme=nvme)
+
+
+def test_buffers_may_share_memory(nvme: Path) -> None:
+    model = Tiny()
+    model.register_buffer("all", torch.zeros(WIDTH))
+    model.register_buffer("part", model.all[1:3])
+    model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+    lohan_fx.release(streamed(model, nvme))
+
+
 def test_parameters_that_lie_beside_one_another_in_one_storage(nvme: Path) -> None:
     model = Tiny()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -458,6 +499,22 @@ def test_more_shapes_than_plans_are_made_for(nvme: Path, monkeypatch: pytest.Mon
         model(batch(rows=4)).sum().backward()  # those that it has go on
         optimizer.step()
         assert len(compiled(model).plans) == 2
+
+
+def test_more_python_numbers_than_plans_are_made_for(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.compiled_model.RECOMPILE_LIMIT", 3)
+    reason = r"Each new Python number.*as tensors, torch\.tensor"
+
+    class Scaled(Tiny):
+        def forward(self, x: torch.Tensor, beta: Any) -> torch.Tensor:
+            return super().forward(x) * beta
+
+    with lohan_fx.releasing(streamed(Scaled(), nvme)) as model:
+        optimizer = lohan_fx.AdamW(model.parameters())
+        for beta in (0.5, 1.5, torch.tensor(2.5), torch.tensor(3.5), 4.5):
+            with pytest.raises(CaptureError, match=reason) if beta == 4.5 else nullcontext():
+                model(batch(), beta).backward()
+                optimizer.step()
 
 
 def test_inputs_of_a_wrong_shape(nvme: Path) -> None:

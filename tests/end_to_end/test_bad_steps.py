@@ -197,6 +197,18 @@ def test_no_norm_leaves_out_parameters_in_silence(tmp_path: Path) -> None:
     lohan_fx.release(model)
 
 
+def test_nor_does_torchs_own(tmp_path: Path) -> None:
+    model = lohan_fx.compile(Tiny(), profile(), nvme=tmp_path, host_memory="2GiB", compute_dtype=torch.float32)
+    optimizer = lohan_fx.AdamW(model.layers[1:].parameters(), lr=0.01)
+    model(batch()).backward()
+    with pytest.raises(ValueError, match=r"gradient of layers\.0\.weight was asked for.*the optimizer was not given"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.layers[1:].parameters(), 1.0)
+    optimizer.step()
+    assert model.layers[0].weight.grad is None
+    lohan_fx.release(model)
+
+
 # --- gradients ------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +260,22 @@ def test_there_are_no_gradients_before_backward_and_after_step(pair: Pair) -> No
         assert torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0) == 0
         assert all(p.grad is None for p in pair.model.parameters())
         pair.step(0)
+
+
+def test_a_gradient_of_a_step_that_is_over(pair: Pair) -> None:
+    pair.model(batch(0)).backward()
+    gradients = [p.grad for p in pair.model.parameters() if p.grad is not None]
+    pair.optimizer.step()
+    pair.plain.step(batch(0))
+    with pytest.raises(StepError, match="applied or dropped by now: ask between backward and"):
+        torch.nn.utils.get_total_norm(gradients)
+    pair.model(batch(1)).backward()
+    with pytest.raises(StepError, match="applied or dropped by now"):
+        torch.nn.utils.get_total_norm(gradients)
+    assert not pair.engine.updates.holds
+    pair.optimizer.step()
+    pair.plain.step(batch(1))
+    pair.goes_on()
 
 
 def test_gradients_cannot_be_set(pair: Pair) -> None:
@@ -677,6 +705,21 @@ def test_load_state_dict_cannot_assign(pair: Pair) -> None:
 
 
 # --- other ways to run the model ------------------------------------------------------------------------------
+
+
+def test_what_was_assigned_elsewhere_can_be_loaded(pair: Pair) -> None:
+    """PyTorch notes in the dictionary that it was assigned."""
+    values = {name: value + 1 for name, value in pair.plain.model.state_dict().items()}
+    saved = pair.plain.model.state_dict()
+    saved.update(values)
+    copy.deepcopy(pair.plain.model).load_state_dict(saved, assign=True)
+    for _ in range(2):
+        pair.model.load_state_dict(saved)
+        assert all(torch.equal(value, values[name]) for name, value in pair.model.state_dict().items())
+        with pytest.raises(ValueError, match="use assign=False"):
+            pair.model.load_state_dict(saved, assign=True)
+        with pytest.raises(ValueError, match="use assign=False"):
+            nn.ModuleList([pair.model]).load_state_dict({f"0.{k}": v for k, v in values.items()}, assign=True)
 
 
 def test_inside_another_torch_compile(pair: Pair) -> None:

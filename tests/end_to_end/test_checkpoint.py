@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import random
@@ -258,6 +259,60 @@ def test_another_model_is_refused(begin: Begin, directory: Path, dtype: torch.dt
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
         lohan_fx.compile(nn.Linear(4, 4), profile(), nvme=directory, resume_from_checkpoint=True)
     assert (directory / STORE_NAME).read_bytes() == before
+
+
+def test_what_was_learned_of_a_step_is_resumed(begin: Begin) -> None:
+    training = begin()
+    training.loader.next()
+    for backwards in (3, 2):
+        for _ in range(backwards):
+            training.model(training.loader.next()).backward()
+        training.optimizer.step()
+    engine = compiled(training.model).engine
+    engine.wear.expect(123_456_789)
+    training.checkpoint()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+    again.resume()
+    engine = compiled(again.model).engine
+    assert engine.wear.step_bytes == 123_456_789
+    assert (engine.micro_batches.expected, engine.micro_batches.last) == (3, 2)
+
+
+def test_a_checkpoint_from_before_that_was_saved_is_resumed(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = begin()
+    training.step()
+    store = compiled(training.model).engine.store
+    commit, later = store.commit, ("bytes_written", "step_bytes", "last_backwards")
+
+    def earlier(state: dict[str, Any], **options: Any) -> int:
+        assert state.keys() >= set(later)
+        return commit({name: value for name, value in state.items() if name not in later}, **options)
+
+    monkeypatch.setattr(store, "commit", earlier)
+    training.checkpoint()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+    assert again.resume() is not None
+    assert compiled(again.model).engine.micro_batches.expected == 1
+    again.step()
+
+
+def test_chunks_of_any_size_that_a_plan_may_have_are_resumed(begin: Begin, directory: Path) -> None:
+    training = begin()
+    plan = lohan_fx.prepare(training.model, batch())
+    training.end()
+    plan = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, chunk_elements=3 * 4096))
+    training = begin(plan=plan)
+    training.step()
+    training.checkpoint()
+    weights = training.results()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+    again.resume()
+    same(again.results(), weights)
+    again.step()
+    assert compiled(again.model).plans[-1].windows.chunk_elements == 3 * 4096
 
 
 def test_a_checkpoint_that_must_be_there(begin: Begin, directory: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lohan_fx
-from benchmarks.held_on_nvme import leave_no_memory_to_hold
+from benchmarks.forced_holding import leave_no_memory_to_hold
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile

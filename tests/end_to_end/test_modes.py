@@ -13,8 +13,11 @@ import transformers
 from torch import nn
 
 import lohan_fx
+from lohan_fx import pipeline
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import resident_bytes
+from lohan_fx.plan import Tier
 from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, Output, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain, train, weights_of
 
@@ -125,6 +128,43 @@ def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
     with streamed(model):
         assert torch.equal(model.generate(prompt, **options), wanted)
     assert wanted.shape == (1, 8)
+
+
+def test_a_second_shape_keeps_no_more_in_memory(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's graphs would run beside it."""
+    homes = iter([(Tier.NVME, Tier.NVME), (Tier.DEVICE, Tier.HOST)])
+    searched = pipeline.search
+    monkeypatch.setattr(pipeline, "search", lambda *args: searched(*args).with_homes(*next(homes)))
+    short, long = PERCEPTRON, Case("long", PERCEPTRON.make, lambda: vectors(batch=11))
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    wanted = [*train(expected, adam := adamw(expected), long, 2), *train(expected, adam, short, 2, seed=None)]
+    with streamed(model, policy="lohan"):
+        adam = adamw(model)
+        assert [*train(model, adam, long, 2), *train(model, adam, short, 2, seed=None)] == wanted
+        first, second = compiled(model).plans
+    assert sum(resident_bytes(second)) <= sum(resident_bytes(first)) and "earlier shape" in second.notes[-1]
+    assert second.prediction is not None and second.prediction.nvme_write_bytes
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_what_was_tied_since_is_released_as_one(streamed: Any) -> None:
+    model = TwoOfOneShape()
+    with streamed(model):
+        model.second.weight = model.first.weight
+        optimizer = adamw(model)
+        model(torch.randn(2, 8)).square().mean().backward()
+        optimizer.step()
+        trained = model.state_dict()["first.weight"]
+    assert model.second.weight is model.first.weight and torch.equal(model.second.weight, trained)
+
+
+class TwoOfOneShape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------
@@ -313,6 +353,28 @@ def test_prepare_runs_nothing(streamed: Any) -> None:
         assert train(model, adamw(model), NORMALIZED, 2) == expected_losses
         assert len(compiled(model).plans) == 1
     assert_same_weights(model.state_dict(), expected.state_dict())
+
+
+def test_prepare_returns_the_plan_of_its_inputs(streamed: Any) -> None:
+    with streamed(PERCEPTRON.build()) as model:
+        short = lohan_fx.prepare(model, **vectors())
+        long = lohan_fx.prepare(model, **vectors(batch=11))
+        with torch.no_grad():
+            looked = lohan_fx.prepare(model, **vectors())
+        assert len({id(plan) for plan in (short, long, looked)}) == 3
+        assert lohan_fx.prepare(model, **vectors()) is short and lohan_fx.prepare(model, **vectors(batch=11)) is long
+
+
+def test_an_evaluation_leaves_no_more_memory_to_gradients(streamed: Any) -> None:
+    with streamed(PERCEPTRON.build()) as model:
+        optimizer, held = adamw(model), compiled(model).engine.gradients
+        train(model, optimizer, PERCEPTRON, 1)
+        left = held.hold_bytes
+        with torch.no_grad():
+            model(**vectors())
+        assert left and held.hold_bytes == left
+        train(model, optimizer, Case("short", PERCEPTRON.make, lambda: vectors(batch=2)), 1)
+        assert held.hold_bytes <= left
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------

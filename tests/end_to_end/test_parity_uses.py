@@ -347,6 +347,25 @@ def test_a_frozen_bf16_base_with_a_trained_head(hw: HardwareProfile, tmp_path: P
         assert torch.equal(found["up.weight"], start["up.weight"])
 
 
+@pytest.mark.parametrize("policy", ["swap-nvme", "in-memory"])
+def test_a_frozen_parameter_rounds_what_is_loaded_wherever_it_is(
+    policy: str, hw: HardwareProfile, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        model = PERCEPTRON.build().eval()
+        model.up.requires_grad_(False).bfloat16()
+        return model
+
+    expected, model, batch = build(), build(), PERCEPTRON.batch()
+    values = {name: value.float() * 1.01 for name, value in expected.state_dict().items()}
+    expected.load_state_dict(values)
+    expected.up.float()
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy, torch.float32)):
+        model(**batch)
+        model.load_state_dict(values)
+        assert torch.equal(model(**batch).loss, expected(**batch).loss)
+
+
 def test_a_bf16_model_has_fp32_masters_and_stays_bf16(hw: HardwareProfile, tmp_path: Path) -> None:
     case = Case("bf16", lambda: PERCEPTRON.make().bfloat16(), vectors)
     expected, model = case.build(), case.build()

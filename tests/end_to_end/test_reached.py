@@ -200,6 +200,16 @@ def clearing_through_a_wrapper(model: nn.Module, optimizer: Any) -> list[float]:
     return losses
 
 
+def freezing_between_forward_and_backward(model: nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for step in range(4):
+        loss = model(inputs(step))[0].square().mean()
+        model.first.requires_grad_(step % 2 == 0)
+        losses.append(finished(optimizer, loss))
+        model.first.requires_grad_(True)
+    return losses
+
+
 def halving(model: nn.Module, optimizer: Any) -> list[float]:
     losses = []
     for step in range(3):
@@ -212,6 +222,12 @@ def halving(model: nn.Module, optimizer: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_frozen_since_the_forward_is_left_alone(held: bool, hw: HardwareProfile, tmp_path: Path) -> None:
+    use = freezing_between_forward_and_backward
+    assert_exact(TwoHeads(), use, hw, tmp_path, policy="swap-nvme", hold_gradients=held)
 
 
 @pytest.mark.parametrize("use", [freezing_the_head_at_first, leaving_a_batch_out, clearing_through_a_wrapper, halving])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lohan_fx
-from benchmarks.held_on_nvme import leave_no_memory_to_hold
+from benchmarks.forced_holding import leave_no_memory_to_hold
 from lohan_fx import holding, joint_model
 from lohan_fx.compile import compiled
 from lohan_fx.errors import InfeasiblePlan, StepError

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +170,17 @@ def test_on_a_gpu_the_two_memories_are_apart() -> None:
     assert found.fixed_bytes == fixed_bytes(windows, 0) == staging_bytes(windows) + CAPTURE_BYTES
     assert make_budgets(GPU, 8 * GIB, 4 * GIB, windows, 100).fixed_bytes > found.fixed_bytes
     assert make_budgets(GPU, 8 * GIB, None, windows).device_memory_bytes == int(24 * GIB * 0.9)
+
+
+def test_what_others_have_of_this_machines_gpu_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = choose_windows(8 * GIB, parameters(10))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
+    for is_here, device in ((False, int(24 * GIB * 0.9)), (True, 9 * GIB)):
+        monkeypatch.setattr(HardwareProfile, "is_this_machine", lambda self, is_here=is_here: is_here)
+        assert make_budgets(GPU, 8 * GIB, None, windows).device_memory_bytes == device
+    assert make_budgets(GPU, 8 * GIB, 20 * GIB, windows).device_memory_bytes == 20 * GIB
 
 
 def test_what_is_moved_in_place_needs_no_staging() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +68,21 @@ def test_pages_leave_memory_and_the_files_go_with_the_model(tmp_path: Path, monk
     del model, layer
     module._forget_dead()
     assert not module._maps
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    reason = r"No space left on device.*4,194,304 bytes.*room for the model"
+    with pytest.raises(OSError, match=reason) as caught, build_on_disk(tmp_path):
+        nn.Linear(1024, 1024)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path)) and asked == [4 << 20]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

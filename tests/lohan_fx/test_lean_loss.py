@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lohan_fx
@@ -58,6 +60,45 @@ def test_a_count_that_is_given_divides() -> None:
 def test_a_model_of_another_kind() -> None:
     with pytest.raises(TypeError, match="Linear has no loss_function to replace"):
         with_lean_loss(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_forward_keeps_its_argument_names(patched: bool) -> None:
+    model: Any = llama()
+    if patched:
+        model.forward = model.forward
+    names = inspect.signature(model.forward).parameters.keys()
+    lean: Any = with_lean_loss(model)
+    assert inspect.signature(lean.forward).parameters.keys() == names >= {"input_ids", "labels"}
+    batch = tokens()
+    assert "logits" not in lean(**batch)
+    assert lean.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1] == 18
+
+
+def test_a_copy_has_its_own_parameters() -> None:
+    lean: Any = with_lean_loss(llama())
+    twin = copy.deepcopy(lean)
+    batch = tokens()
+    expected = lean(**batch).loss
+    for parameter in lean.parameters():
+        parameter.data.zero_()
+    assert torch.equal(twin(**batch).loss, expected)
+
+
+def test_a_second_time_changes_nothing() -> None:
+    lean: Any = with_lean_loss(llama())
+    forward = vars(lean)["forward"]
+    assert with_lean_loss(lean) is lean and vars(lean)["forward"] is forward
+
+
+def test_a_loss_of_another_kind() -> None:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model: Any = transformers.BertForMaskedLM(config)
+    with pytest.raises(TypeError, match="the loss of BertForMaskedLM is ForMaskedLMLoss, and only ForCausalLMLoss"):
+        with_lean_loss(model)
+    assert "forward" not in vars(model) and model.loss_function.__name__ == "ForMaskedLMLoss"
 
 
 def test_recomputed_pieces_leave_the_peak_lower(monkeypatch: pytest.MonkeyPatch) -> None:

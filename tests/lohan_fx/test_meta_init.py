@@ -125,6 +125,48 @@ def test_numbers_that_nobody_sets_are_refused() -> None:
         _values(model, initialize=lambda module: nn.init.ones_(module.weight))
 
 
+class Masked(nn.Module):
+    """``reset_parameters`` leaves the buffer to the constructor, or sets it as ``way`` does."""
+
+    def __init__(self, mask: torch.Tensor, way: Callable[[torch.Tensor], object] | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("mask", mask, persistent=False)
+        self.way = way
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.way is not None:
+            self.way(self.mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_mask_that_nobody_sets_is_refused(dtype: torch.dtype) -> None:
+    model = _on_meta(lambda: nn.Sequential(Masked(torch.ones(8, 8).triu(1).to(dtype))))
+    with pytest.raises(ValueError, match=r"0\.mask .*leaves 64 of its 64 numbers unset"):
+        _values(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("way", [torch.Tensor.zero_, lambda mask: mask.data.fill_(1)])
+def test_a_mask_that_is_set(dtype: torch.dtype, way: Callable[[torch.Tensor], object]) -> None:
+    expected = dict(Masked(torch.ones(8, dtype=dtype), way).named_buffers())
+    found = _values(_on_meta(lambda: Masked(torch.ones(8, dtype=dtype), way)))
+    assert torch.equal(found["mask"], expected["mask"])
+
+
+def test_a_mask_without_elements() -> None:
+    assert _values(_on_meta(lambda: Masked(torch.ones(0, dtype=torch.bool))))["mask"].numel() == 0
+
+
+def test_a_mask_that_comes_from_elsewhere_is_not_looked_at() -> None:
+    model = _on_meta(lambda: Masked(torch.ones(8, dtype=torch.bool)))
+    model.register_buffer("other", torch.empty(2, device="meta"))
+    model.way = lambda _: model.other.zero_()
+    assert _values(model, parameters=False, skip=frozenset(["mask"])).keys() == {"other"}
+
+
 @pytest.mark.parametrize("case", [LLAMA, PERCEPTRON], ids=str)
 def test_a_model_from_meta_trains_as_one_from_the_cpu(case: Case, tmp_path: Path) -> None:
     """Tied weights, rotary buffers, dropout's numbers: all as if it had been built in memory."""

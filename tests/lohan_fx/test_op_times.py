@@ -30,6 +30,17 @@ def joint_of(name: str) -> GraphModule:
     return copy.deepcopy(captured(name).joint)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_on_a_gpu_no_kernel_is_tried_that_reads_its_seed_on_the_host(dropout: float) -> None:
+    """Where the tensor made for the seed lies on the GPU, the process would end."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    node = graph.call_function(backward, (x, x, x, x, None, x, x, x, x, dropout, [True, True, True, False]))
+    assert op_times._reads_its_seed(node) is (dropout > 0)
+    assert not op_times._reads_its_seed(graph.call_function(torch.ops.aten.mm.default, (x, x)))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_op_that_computes_gets_seconds_and_no_other_node(name: str) -> None:
     joint = joint_of(name)

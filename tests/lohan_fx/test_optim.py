@@ -98,6 +98,23 @@ def test_groups_with_options_of_their_own(models: tuple[nn.Module, nn.Module]) -
     same_state(optimizer.state_dict(), reference.state_dict())
 
 
+def test_a_step_that_is_interrupted_once_it_is_done_is_counted(
+    models: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = AdamW(models[0].parameters())
+    train(models[0], optimizer, range(1))
+    models[0](batch(1)).backward()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(optimizer.engine.wear, "step_ends", interrupted)
+        optimizer.step()
+    assert optimizer.steps_done == 2
+    assert all(optimizer.engine.residency[slot].updates == 2 for slot in optimizer.engine.slots)
+
+
 def test_named_parameters(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
     optimizer = AdamW(model.named_parameters(), lr=0.01)

@@ -60,6 +60,19 @@ def test_it_may_be_told() -> None:
     assert step_of(found, 2) == [False, True]
 
 
+def test_what_was_learned_before_a_checkpoint_holds_after_it() -> None:
+    found = MicroBatches()
+    step_of(found, 3)
+    step_of(found, 2)
+    again, told = MicroBatches(), MicroBatches()
+    told.declare(4)
+    for resumed in (again, told):
+        resumed.resume(found.expected, found.last)
+    assert step_of(again, 2) == step_of(found, 2) == [False, False]
+    assert step_of(again, 2) == step_of(found, 2) == [False, True]
+    assert told.expected == 4
+
+
 def test_a_step_without_backward_teaches_nothing() -> None:
     found = MicroBatches()
     step_of(found, 2)

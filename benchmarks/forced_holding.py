@@ -1,5 +1,5 @@
-"""held_on_nvme: gradients that wait do so on NVMe, however much memory there is, and updates are made twice, whatever the formula
-says: for what has to meet that with small models.
+"""forced_holding: gradients wait on NVMe, however much memory there is, and updates are made twice, whatever the formula says:
+for what has to meet that with small models.
 """
 
 from __future__ import annotations
