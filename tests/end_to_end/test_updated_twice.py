@@ -156,7 +156,7 @@ def test_a_plan_of_the_search_that_updates_twice(on_nvme: Any, monkeypatch: pyte
             return losses, dict(model.state_dict()), compiled(model).plans[-1]
 
     wanted = run(policy="in-memory")
-    monkeypatch.setattr(joint_model, "_times", lambda p, problem, states: (states is Tier.NVME,))
+    monkeypatch.setattr(joint_model, "_times", lambda p, problem, at: (at.states is Tier.NVME,))
     monkeypatch.setattr(holding, "_put_off", raises_infeasible)
     found = run(policy="lohan", host_memory="110MiB")
     plan = found[2]
