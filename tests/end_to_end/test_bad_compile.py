@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx import pipeline
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.compile import compiled
 from lohan_fx.compile_arguments import warn_if_untried
@@ -261,6 +262,13 @@ def test_device_memory_too_small_for_the_largest_parameter(nvme: Path) -> None:
     refused(Tiny(), InfeasiblePlan, "layers.0.weight", "bytes short", nvme=nvme, host_memory="2GiB", device_memory=600)
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops on values of a gigabyte are not tried one by one."""
+    monkeypatch.setattr(pipeline, "time_ops", lambda gm, device: None)
+
+
+@pytest.mark.usefixtures("untimed")
 def test_memory_too_small_for_the_graphs(nvme: Path) -> None:
     plain = Plain(Tiny())
     model = streamed(Tiny(), nvme, host_memory="400MiB")
@@ -280,6 +288,7 @@ def test_memory_too_small_for_the_graphs(nvme: Path) -> None:
     assert not list(nvme.iterdir())
 
 
+@pytest.mark.usefixtures("untimed")
 def test_what_infeasible_plan_says_would_fit_does(nvme: Path) -> None:
     x = torch.zeros(1, WIDTH).expand(2 << 20, WIDTH)
     model = streamed(Tiny(), nvme, host_memory="400MiB", policy="keep")
