@@ -67,9 +67,8 @@ def _no_more_at_home(rewrites: Rewrites, request: Request) -> Plan:
     run again, beside what is at home then."""
     plan = search(rewrites, request)
     least = {p.name: p for p in request.least_homes}
-    if not least or sum(resident_bytes(plan)) <= sum(
-        resident_bytes(dataclasses.replace(plan, parameters=request.least_homes))
-    ):
+    before = _at_home(dataclasses.replace(plan, parameters=request.least_homes))
+    if not least or all(now <= least_bytes for now, least_bytes in zip(_at_home(plan), before, strict=True)):
         return plan
     moved = tuple(
         dataclasses.replace(p, home=least[p.name].home, states_home=least[p.name].states_home, updated_twice=False)
@@ -82,6 +81,12 @@ def _no_more_at_home(rewrites: Rewrites, request: Request) -> Plan:
     except InfeasiblePlan:
         return plan
     return found
+
+
+def _at_home(plan: Plan) -> tuple[int, ...]:
+    """Bytes in each memory, of which a CPU has one."""
+    device, host = resident_bytes(plan)
+    return (device + host,) if plan.device == "cpu" else (device, host)
 
 
 def plan_training(

@@ -704,9 +704,6 @@ def test_load_state_dict_cannot_assign(pair: Pair) -> None:
     pair.goes_on()
 
 
-# --- other ways to run the model ------------------------------------------------------------------------------
-
-
 def test_what_was_assigned_elsewhere_can_be_loaded(pair: Pair) -> None:
     """PyTorch notes in the dictionary that it was assigned."""
     values = {name: value + 1 for name, value in pair.plain.model.state_dict().items()}
@@ -720,6 +717,9 @@ def test_what_was_assigned_elsewhere_can_be_loaded(pair: Pair) -> None:
             pair.model.load_state_dict(saved, assign=True)
         with pytest.raises(ValueError, match="use assign=False"):
             nn.ModuleList([pair.model]).load_state_dict({f"0.{k}": v for k, v in values.items()}, assign=True)
+
+
+# --- other ways to run the model ------------------------------------------------------------------------------
 
 
 def test_inside_another_torch_compile(pair: Pair) -> None:
