@@ -124,12 +124,14 @@ class Blocking:
 @dataclass(frozen=True)
 class Ends:
     """The parameters at both ends of a step, where no compute is left to hide anything beside: those that the forward
-    waits for first, and those whose gradients the backward makes last. ``first_gradient_s``: seconds of the backward,
-    recomputation aside, before it makes more than a negligible part of them. ``blocking``: the parameters for
-    whose updates compute waits."""
+    waits for first, and those whose gradients the backward makes last. ``last_fetch_s``: seconds of the forward after it has
+    waited for all but a negligible part of what it fetches; ``first_gradient_s``: of the backward, recomputation aside,
+    before it makes more than a negligible part of the gradients. ``blocking``: the parameters for whose updates compute
+    waits."""
 
     first_fetches: frozenset[str] = frozenset()
     last_gradients: frozenset[str] = frozenset()
+    last_fetch_s: float = 0.0
     first_gradient_s: float = 0.0
     blocking: Mapping[str, Blocking] = field(default_factory=dict)
 
@@ -189,6 +191,10 @@ class ParameterPlan:
                 return OptimizerTiming.AFTER_BACKWARD
         return self.optimizer_runs
 
+    def first_fetched_nvme_bytes(self, ends: Ends) -> int:
+        """Bytes that the drives bring before the forward has anything to compute."""
+        return self.bytes if self.home is Tier.NVME and self.name in ends.first_fetches else 0
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the gradient where it waits; 0 where it does not."""
@@ -233,8 +239,10 @@ class Windows:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
 
 
+FETCHES_LANE = "fetches"
 UPDATES_LANE = "updates"
-"""No lane: in the backward's seconds by lane, compute up to the first gradient and then the drives' work for updates."""
+"""No lanes: in the forward's seconds by lane, the drives' work for what it fetches and then compute from the last of it on; in
+the backward's, compute up to the first gradient and then the drives' work for updates."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lohan_fx.hardware import FrozenMapping, HardwareProfile, NvmeProfile, RequestRate
-from lohan_fx.plan import UPDATES_LANE, Prediction, Stage
+from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Prediction, Stage
 from lohan_fx.runtime.timeline import LaneTotals, Timeline
 
 STAGES = ("forward", "backward", "optimizer")
@@ -28,6 +28,7 @@ LEARNING_STEPS = 3
 """So many steps after the warm-up correct the profile."""
 REVISION_GAIN = 0.05
 """A new plan must promise to be faster by this share: making it costs a capture."""
+_BOUNDS = frozenset({FETCHES_LANE, UPDATES_LANE})
 NEGLIGIBLE = 0.02
 """A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
 MOST_CORRECTION = 20.0
@@ -101,7 +102,7 @@ def typical(steps: Sequence[StepCheck]) -> StepCheck:
 def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
     """Lane -> how many times longer than predicted it was busy, over both stages; 1 where it hardly matters."""
     found = {}
-    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s} - {UPDATES_LANE}:
+    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s} - _BOUNDS:
         expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
         took_s = sum(stage.get(lane, 0.0) for stage in measured.lanes_s.values())
         heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
@@ -143,7 +144,7 @@ def _slower(rates: Rates, ratio: float) -> Rates:
 def scaled(predicted: Prediction, ratios: Mapping[str, float]) -> Prediction:
     """``predicted`` as it would have been with the corrected rates."""
 
-    of_lane = {UPDATES_LANE: ratios.get("ssd", 1.0), **ratios}  # most of it is the drives'
+    of_lane = {**dict.fromkeys(_BOUNDS, ratios.get("ssd", 1.0)), **ratios}  # most of them is the drives'
 
     def stage(found: Stage) -> Stage:
         return Stage({lane: seconds * of_lane.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})

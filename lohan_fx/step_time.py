@@ -11,7 +11,7 @@ from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
 from lohan_fx.passes.traffic import blocking_written_bytes, hands_gradient_over, states_read_bytes
-from lohan_fx.plan import UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
+from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
 from lohan_fx.problem import Problem
 
 
@@ -27,6 +27,7 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     return {
         Quantity.FETCHED_FORWARD: forward,
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
+        Quantity.FIRST_FETCHED_NVME: p.first_fetched_nvme_bytes(problem.ends),
         Quantity.FETCHED_BACKWARD: backward,
         Quantity.FETCHED_BACKWARD_NVME: backward if streamed else 0,
         (_READ_ALONE[states] if p.updated_twice else states): STATE_BYTES * p.numel if away else 0,
@@ -156,6 +157,8 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         state_read_bytes=of(Quantity.STATES),
         state_write_bytes=of(Quantity.STATES) + of(Quantity.COPIED),
         adam_parameters=sum(p.numel for p in trained) - of(Quantity.LATE_UPDATED) - of(Quantity.NEXT_UPDATED),
+        first_fetched_nvme_bytes=of(Quantity.FIRST_FETCHED_NVME),
+        last_fetch_s=problem.ends.last_fetch_s,
         held_nvme_bytes=of(Quantity.LATE_HELD_NVME),
         late_state_read_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_STATES_READ),
         late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
@@ -263,6 +266,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
                 **_core_s(problem, hw, _IN_FORWARD),
                 **copied_s,
                 **next_on_device,
+                **({q.FIRST_FETCHED_NVME: 1 / hw.ssd_read_bytes_per_s} if hw.nvme else {}),
             },
             Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d} | ({q.FETCHED_FORWARD_NVME: -1 / h2d} if on_cpu else {}),
             Lane.D2H: {q.SWAPPED: 1 / d2h},
@@ -297,11 +301,9 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     }
     after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, late),)),)
     if hw.nvme:
-        forward += _ssd(
-            hw,
-            (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_STATES_READ, q.NEXT_HELD_NVME),
-            (q.SWAPPED_NVME, q.NEXT_STATES, q.NEXT_COPIED),
-        )
+        fetches = (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_STATES_READ, q.NEXT_HELD_NVME)
+        forward += _ssd(hw, fetches, (q.SWAPPED_NVME, q.NEXT_STATES, q.NEXT_COPIED))
+        forward += _ssd(hw, fetches, (q.NEXT_STATES, q.NEXT_COPIED), problem.ends.last_fetch_s)
         backward += _ssd(
             hw,
             (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES, q.REPEATED_STATES, q.REPEATED_HELD_NVME),
@@ -324,7 +326,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
 
 
 def _links(fixed: Stage, slopes: dict[Lane, Adds]) -> tuple[LaneTime, ...]:
-    lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, UPDATES_LANE))
+    lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, FETCHES_LANE, UPDATES_LANE))
     return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(Lane(lane), {})),)) for lane in lanes)
 
 

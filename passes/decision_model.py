@@ -20,9 +20,9 @@ class Quantity(enum.StrEnum):
     """What decisions add to: seconds of recomputation and of handing transfers over, bytes moved per step, parameters
     updated, bytes held.
 
-    ``BLOCKING_*``: of parameters for whose updates compute waits; ``LATE_*``: of those that are updated when the backward
-    has ended; ``NEXT_*``: beside the next forward; ``*_STATES_READ``: of those among them that are updated twice, and
-    ``REPEATED_*`` the second time.
+    ``FIRST_FETCHED_NVME``: of what the forward waits for before it computes; ``BLOCKING_*``: of parameters for whose updates
+    compute waits; ``LATE_*``: of those that are updated when the backward has ended; ``NEXT_*``: beside the next forward;
+    ``*_STATES_READ``: of those among them that are updated twice, and ``REPEATED_*`` the second time.
     """
 
     RECOMPUTE_S = "recompute_s"
@@ -32,6 +32,7 @@ class Quantity(enum.StrEnum):
     HANDED_OVER_BACKWARD_S = "handed_over_backward_s"
     FETCHED_FORWARD = "fetched_forward_bytes"
     FETCHED_FORWARD_NVME = "fetched_forward_nvme_bytes"
+    FIRST_FETCHED_NVME = "first_fetched_nvme_bytes"
     FETCHED_BACKWARD = "fetched_backward_bytes"
     FETCHED_BACKWARD_NVME = "fetched_backward_nvme_bytes"
     STATES = "states_bytes"

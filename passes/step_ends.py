@@ -4,7 +4,8 @@ Each suffix k.. of the gradients bounds a step: it is not over before gradient k
 states of all from k on. As long as states that move are spread evenly over the backward, as plans spread them, these
 bounds are greatest at either end: at the first gradient, if the drives are slower than compute, and where next to nothing
 is left to compute, if they are not. There stands, in a language model, its (tied) embedding, often the largest
-parameter. The forward's beginning mirrors that: what it fetches first must be updated before anything runs.
+parameter. The forward mirrors that: what it fetches first must be updated, and come from the drives, before anything runs,
+and what it computes when it has its last parameter (a head) hides no fetch.
 A gradient that fills the window stops compute before the next one, until it is updated: often that of a head. Updated
 is what Adam has been over: what the optimizer's buffers hold then is written while compute goes on, unless gradients that
 fill the window come one after the other, and the next ones' updates need the buffers.
@@ -42,6 +43,7 @@ def step_ends(halves: Halves, node_seconds: NodeSeconds, windows: Windows) -> En
     return Ends(
         frozenset(meta.origin(n) or "" for n in fetches),
         frozenset(meta.origin(n) or "" for n in offers),
+        _last_fetch_s(forward, node_seconds),
         _first_gradient_s(backward, node_seconds),
         _blocking(backward, node_seconds, windows),
     )
@@ -78,6 +80,20 @@ def _blocking_runs(
         before, passed_s = node, 0.0
     if run:
         yield run
+
+
+def _last_fetch_s(forward: GraphModule, node_seconds: NodeSeconds) -> float:
+    """Seconds of the forward behind the wait for the last of more than a negligible share of the bytes that it fetches."""
+    waits = forward.graph.find_nodes(op="call_function", target=ops.WAIT)
+    fetches = {n: n.args[0] for n in waits if isinstance(n.args[0], Node) and n.args[0].target is ops.FETCH}
+    sizes = {n: meta.cost(fetch).bytes for n, fetch in fetches.items()}
+    passed_s, left = 0.0, NEGLIGIBLE * sum(sizes.values())
+    for node in reversed(forward.graph.nodes):
+        left -= sizes.get(node, 0)
+        if left < 0:
+            return passed_s
+        passed_s += node_seconds(meta.cost(node)) if _computes(node) else 0.0
+    return 0.0
 
 
 def _first_gradient_s(backward: GraphModule, node_seconds: NodeSeconds) -> float:

@@ -61,6 +61,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         state_read_bytes=states_read_bytes(early),
         state_write_bytes=states_written_bytes(early),
         adam_parameters=sum(p.numel for p in early),
+        first_fetched_nvme_bytes=sum(p.first_fetched_nvme_bytes(ends) for p in plan.parameters),
+        last_fetch_s=ends.last_fetch_s,
         held_nvme_bytes=held_nvme_bytes(late),
         late_state_read_bytes=states_read_bytes(late),
         late_state_write_bytes=states_written_bytes(late),

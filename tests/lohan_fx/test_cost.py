@@ -48,6 +48,8 @@ WORK = Work(
     state_read_bytes=120,
     state_write_bytes=140,
     adam_parameters=1000,
+    first_fetched_nvme_bytes=15,
+    last_fetch_s=1.25,
     first_gradient_s=2.5,
 )
 
@@ -88,12 +90,14 @@ def test_views_and_transfers_do_not_compute(change: dict[str, object]) -> None:
 
 
 def test_forward_stage_by_hand() -> None:
-    """Reads take 30 of 40 bytes, writes 10: 20 bytes both ways at the mixed rate and 20 more read."""
+    """Reads take 30 of 40 bytes, writes 10: 20 bytes both ways at the mixed rate and 20 more read. Compute begins when 15 have
+    come, and goes on for 1.25 s when all have."""
     assert forward_stage(WORK, HW).lanes_s == {
-        "compute": 7.0,
+        "compute": 7.0 + 15 / 30,
         "h2d": 4.0,
         "d2h": 4.0,
         "ssd": pytest.approx(max(30 / 30 + 10 / 20, 20 / 22 + 20 / 30)),
+        "fetches": 1.25 + 30 / 30,
         "cpu": 0.0,
     }
 
@@ -123,10 +127,10 @@ def test_where_the_device_is_the_processor_adam_takes_its_time_from_compute() ->
 def test_where_the_device_is_the_processor_drives_and_copies_take_its_time_from_compute() -> None:
     work = replace(WORK, forward_requests=3, backward_requests=5)
     hw = replace(HW, device="cpu", cpu_cores=1, io_core_s_per_request=2.0, io_core_s_per_byte=0.5)
-    assert forward_stage(work, hw).lanes_s["compute"] == 7.0 + 3 * 2.0 + (30 + 10) * 0.5 + 20 / 5.0
+    assert forward_stage(work, hw).lanes_s["compute"] == 7.5 + 3 * 2.0 + (30 + 10) * 0.5 + 20 / 5.0
     assert backward_stage(work, hw).lanes_s["compute"] == 27.0 + 5 * 2.0 + (50 + 10 + 120 + 140) * 0.5
     gpu = replace(hw, device="cuda")
-    assert forward_stage(work, gpu).lanes_s["compute"] == 7.0
+    assert forward_stage(work, gpu).lanes_s["compute"] == 7.5
 
 
 def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> None:
@@ -144,13 +148,14 @@ def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> 
     assert forward_stage(work, fast).lanes_s == {
         **forward_stage(WORK, fast).lanes_s,
         "ssd": pytest.approx((30 + 60 + 9) / 30 + (10 + 80) / 20),
+        "fetches": pytest.approx(1.25 + (30 + 60 + 9) / 30 + 80 / 20),
         "cpu": 5.0,
     }
     assert backward_stage(work, fast).lanes_s["ssd"] == pytest.approx((50 + 10 + 120) / 30 + (140 + 9) / 20)
     assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.02}
     on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
     copied_s = 20 / 5.0
-    assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.0 + copied_s + 5.0 + 3 * 5 / 100)
+    assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.5 + copied_s + 5.0 + 3 * 5 / 100)
     assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.02 + 3 * 2 / 100)
     serial = replace(work, serial_optimizer=True)
     assert forward_stage(serial, fast).lanes_s["cpu"] == pytest.approx(5.0 + 60 / 30 + 80 / 20)

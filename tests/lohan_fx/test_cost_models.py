@@ -89,6 +89,7 @@ def test_corrected_has_the_processors_term() -> None:
     corrected = lohan.OF_A_MODEL.evaluate(LOHAN)
     assert corrected["backward"].pop("cpu") == 32 * 5.0
     assert corrected["forward"].pop("cpu") == 0.0
+    assert corrected["forward"].pop("fetches") == 10 / 4
     assert corrected["backward"].pop("updates") == pytest.approx(60 / 4 + 70 / 5)
     literal = lohan.LITERAL.evaluate(LOHAN)
     assert corrected == {stage: pytest.approx(lanes) for stage, lanes in literal.items()}

@@ -200,6 +200,7 @@ def test_all_rates_doubled_halve_the_time(make: Callable[[int, int], Problem], h
         activations=replace(asked.activations, seconds=halved),
         forward_s=asked.forward_s / 2,
         backward_s=asked.backward_s / 2,
+        ends=replace(asked.ends, last_fetch_s=asked.ends.last_fetch_s / 2),
     )
     assert drive.read_bytes_per_s > 0
     assert seconds(joint_search(faster, twice)) == pytest.approx(seconds(plan) / 2, rel=1e-6)

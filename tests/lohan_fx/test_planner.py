@@ -104,7 +104,7 @@ def problem(
         budgets=Budgets(host, device, FIXED, shared),
         windows=WINDOWS,
         device_peak=lambda plan: PEAK + kept_bytes(plan),
-        ends=Ends(first, last),
+        ends=Ends(first, last, last_fetch_s=forward_s / 10),
         holds=holds,
     )
 
@@ -173,6 +173,10 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
         swapped_bytes=swapped_bytes(plan, Tier.HOST, Tier.NVME),
         swapped_nvme_bytes=swapped_bytes(plan, Tier.NVME),
         gradient_bytes=sum(p.bytes for p in plan.parameters if p.trainable),
+        first_fetched_nvme_bytes=sum(
+            p.bytes for p in plan.parameters if p.home is Tier.NVME and p.name in asked.ends.first_fetches
+        ),
+        last_fetch_s=asked.ends.last_fetch_s,
         state_read_bytes=states,
         state_write_bytes=states + sum(p.bytes for p in trained if p.home is Tier.NVME),
         adam_parameters=sum(p.numel for p in trained),

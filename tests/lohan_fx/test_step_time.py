@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lohan_fx import cost
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.decision_model import Quantity
-from lohan_fx.plan import Tier
+from lohan_fx.plan import Ends, Tier
 from lohan_fx.plan_builder import build_plan, default_homes
 from lohan_fx.step_time import quantities_of_plan, stage_lanes, work_of
 from tests.lohan_fx.test_planner import CPU, GPU, problem
@@ -110,7 +110,7 @@ def test_the_lines_are_the_cost_model(
 
 def test_without_drives_there_is_no_ssd_lane() -> None:
     forward, backward, after = stage_lanes(problem(10**10, 10**10), replace(CPU, nvme=()))
-    assert (len(forward), len(backward)) == (len(stage_lanes(problem(1, 1), CPU)[0]) - 2, 4)
+    assert (len(forward), len(backward)) == (len(stage_lanes(problem(1, 1), CPU)[0]) - 4, 4)
     assert len(after) == 1
 
 
@@ -118,7 +118,7 @@ def test_without_drives_there_is_no_ssd_lane() -> None:
 def test_what_a_plan_moves(home: Tier, states: Tier) -> None:
     asked = problem(10**10, 10**10, shared=False)
     plan = build_plan(asked, {}, default_homes(asked, home), states)
-    asked = replace(asked, fetches={"layers.0.fc.weight": (2, 0)})
+    asked = replace(asked, fetches={"layers.0.fc.weight": (2, 0)}, ends=Ends(frozenset({"layers.0.fc.weight"})))
     total = quantities_of_plan(asked, plan)
     large = [p for p in asked.parameters if p.numel > 1 << 15]
     trained = [p for p in large if p.trainable]
@@ -127,6 +127,7 @@ def test_what_a_plan_moves(home: Tier, states: Tier) -> None:
     assert total[Quantity.FETCHED_BACKWARD] == (0 if home is Tier.DEVICE else away - tied)
     assert total[Quantity.FETCHED_FORWARD_NVME] == (away + tied if home is Tier.NVME else 0)
     assert total[Quantity.FETCHED_BACKWARD_NVME] == (away - tied if home is Tier.NVME else 0)
+    assert total[Quantity.FIRST_FETCHED_NVME] == (tied if home is Tier.NVME else 0)
     assert total[Quantity.STATES] == (12 * sum(p.numel for p in trained) if states is Tier.NVME else 0)
     assert total[Quantity.COPIED] == (sum(p.bytes for p in trained) if home is Tier.NVME else 0)
 

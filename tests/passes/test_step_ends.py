@@ -28,7 +28,10 @@ def test_the_embedding_is_fetched_first_and_gets_its_gradient_last(name: str, ea
     for names in (ends.first_fetches, ends.last_gradients):
         assert "embed.weight" in names and all(name.startswith(("embed.", "layers.0.")) for name in names)
         assert "layers.0.fc2.weight" not in names
-    assert ends == step_ends(rewrite(found, plan_for(found, Keep())), flops_as_seconds, ROOMY)
+    kept = step_ends(rewrite(found, plan_for(found, Keep())), flops_as_seconds, ROOMY)
+    # What is recomputed changes where `schedule` puts a node that takes next to nothing.
+    assert ends.last_fetch_s == pytest.approx(kept.last_fetch_s, rel=1e-3)
+    assert ends == replace(kept, last_fetch_s=ends.last_fetch_s)
     assert (ends.first_gradient_s < 0.2 * backward_s(halves)) == early
 
 
