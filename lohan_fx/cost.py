@@ -41,11 +41,12 @@ class Work:
 
     ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes
     from NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is
-    what exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and computes
-    for ``last_fetch_s`` when the last is there. ``state_*_bytes`` (12P read, 14P written) and ``adam_parameters``: of updates
-    in the backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those among them for which compute waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or
-    because the plan has a stage for them; ``next_*``: of those beside the forward, which updates what the step before
-    left. Of both kinds the gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says. ``repeated_*``:
+    what exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
+    computes for ``last_fetch_s`` when the last is there. ``state_*_bytes`` (12P read, 14P written) and ``adam_parameters``:
+    of updates in the backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those among them for which compute
+    waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or because the plan has
+    a stage for them; ``next_*``: of those beside the forward, which updates what the step before left. Of both kinds the
+    gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says. ``repeated_*``:
     of updates that are made a second time beside the backward, where their states are read again, and written.
     ``*returned_bytes``: of parameters that stay on a GPU and are updated by the CPU, which copies them back.
     ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler). ``*_requests``: reads and writes
