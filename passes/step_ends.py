@@ -15,7 +15,7 @@ and bounds made with it are exact within that share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -32,8 +32,13 @@ NEGLIGIBLE = 0.01
 NodeSeconds = Callable[[Cost], float]
 
 
-def step_ends(halves: Halves, node_seconds: NodeSeconds, windows: Windows) -> Ends:
-    """Those of rewritten ``halves``, whose gradients wait for their updates in ``windows``. The graphs are unchanged."""
+def step_ends(
+    halves: Halves, node_seconds: NodeSeconds, windows: Windows, streamed: Collection[str] | None = None
+) -> Ends:
+    """Those of rewritten ``halves``, whose gradients wait for their updates in ``windows``. The graphs are unchanged.
+
+    ``streamed``: the parameters that drives bring, of which the last fetch is; all where that is not decided.
+    """
     forward, backward = halves.forward, halves.backward
     if backward is None:
         return Ends()
@@ -43,7 +48,7 @@ def step_ends(halves: Halves, node_seconds: NodeSeconds, windows: Windows) -> En
     return Ends(
         frozenset(meta.origin(n) or "" for n in fetches),
         frozenset(meta.origin(n) or "" for n in offers),
-        _last_fetch_s(forward, node_seconds),
+        _last_fetch_s(forward, node_seconds, streamed),
         _first_gradient_s(backward, node_seconds),
         _blocking(backward, node_seconds, windows),
     )
@@ -82,11 +87,14 @@ def _blocking_runs(
         yield run
 
 
-def _last_fetch_s(forward: GraphModule, node_seconds: NodeSeconds) -> float:
-    """Seconds of the forward behind the wait for the last of more than a negligible share of the bytes that it fetches."""
+def _last_fetch_s(forward: GraphModule, node_seconds: NodeSeconds, streamed: Collection[str] | None) -> float:
+    """Seconds of the forward behind the wait for the last of more than a negligible share of the bytes that it fetches of
+    ``streamed``; 0 where that is nothing."""
     waits = forward.graph.find_nodes(op="call_function", target=ops.WAIT)
     fetches = {n: n.args[0] for n in waits if isinstance(n.args[0], Node) and n.args[0].target is ops.FETCH}
-    sizes = {n: meta.cost(fetch).bytes for n, fetch in fetches.items()}
+    sizes = {
+        n: meta.cost(fetch).bytes for n, fetch in fetches.items() if streamed is None or meta.origin(fetch) in streamed
+    }
     passed_s, left = 0.0, NEGLIGIBLE * sum(sizes.values())
     for node in reversed(forward.graph.nodes):
         left -= sizes.get(node, 0)

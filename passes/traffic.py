@@ -38,7 +38,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
     )
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
-    ends = step_ends(halves, node_seconds, plan.windows)
+    streamed = {p.name for p in plan.parameters if p.home is Tier.NVME}
+    ends = step_ends(halves, node_seconds, plan.windows, streamed)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
     elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
     early, late, next_ = (

@@ -47,6 +47,24 @@ def test_where_compute_takes_no_time_all_stands_at_both_ends() -> None:
     assert step_ends(rewrite(found, plan_for(found, Keep())), lambda cost: 0.0, ROOMY) == Ends(everything, everything)
 
 
+def test_what_follows_the_last_fetch_is_counted_of_what_drives_bring() -> None:
+    """By hand: mm, pow and mean follow the second weight; addmm and relu stand between the first and it."""
+    found = captured("two-layers")
+    halves = rewrite(found, plan_for(found, Keep()))
+    mm = 2 * 3 * 4 * 8 + 1.0
+
+    def last_fetch_s(*streamed: str) -> float:
+        return step_ends(halves, flops_as_seconds, ROOMY, streamed).last_fetch_s
+
+    assert (
+        step_ends(halves, flops_as_seconds, ROOMY).last_fetch_s
+        == last_fetch_s("first.weight", "second.weight")
+        == mm + 2
+    )
+    assert last_fetch_s("first.weight") == 2 * mm + 3
+    assert last_fetch_s() == 0.0
+
+
 def test_without_a_backward_nothing_is_updated() -> None:
     found = captured("two-layers")
     halves = rewrite(found, plan_for(found, Keep()))
