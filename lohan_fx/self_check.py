@@ -29,6 +29,7 @@ LEARNING_STEPS = 3
 REVISION_GAIN = 0.05
 """A new plan must promise to be faster by this share: making it costs a capture."""
 _BOUNDS = frozenset({FETCHES_LANE, UPDATES_LANE})
+"""Predicted beside the lanes, and not measured."""
 NEGLIGIBLE = 0.02
 """A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
 MOST_CORRECTION = 20.0
@@ -144,7 +145,7 @@ def _slower(rates: Rates, ratio: float) -> Rates:
 def scaled(predicted: Prediction, ratios: Mapping[str, float]) -> Prediction:
     """``predicted`` as it would have been with the corrected rates."""
 
-    of_lane = {**dict.fromkeys(_BOUNDS, ratios.get("ssd", 1.0)), **ratios}  # most of them is the drives'
+    of_lane = {**dict.fromkeys(_BOUNDS, ratios.get("ssd", 1.0)), **ratios}  # most of each is the drives'
 
     def stage(found: Stage) -> Stage:
         return Stage({lane: seconds * of_lane.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})

@@ -77,7 +77,6 @@ def _corrected(
     # On a CPU a core that serves a drive, copies or runs Adam is missing to compute, whose other cores wait for it.
     next_held = of("next_held_nvme_bytes")
     read_forward = of("fetched_forward_nvme_bytes") + of("next_state_read_bytes") + next_held
-    nothing = sympy.Integer(0)
     written_forward = swapped_nvme + of("next_state_write_bytes")
     served_forward = per_request * of("forward_requests") + per_byte * (read_forward + written_forward)
     next_adam_s = adam(of("next_adam_parameters"), *rates)
@@ -89,7 +88,7 @@ def _corrected(
         Term(
             "compute",
             of("forward_s")
-            + drives(of("first_fetched_nvme_bytes"), nothing)
+            + drives(of("first_fetched_nvme_bytes"), sympy.Integer(0))
             + of("adam_on_device") * (swapped / d2h + next_adam_s)
             + one_core_s("next_state_read_bytes")
             + served_forward,
