@@ -8,7 +8,8 @@ runtime runs, and ``--random`` random feasible plans (what is done with each act
 stay in memory, drawn at random; of what stays only a half, again and again, until it fits). What does not fit is listed as that.
 A candidate one of whose steps takes ``FAR_BEHIND`` times what the searched plan's step of the same number took is given up
 there: first steps are slower, by any plan. One whose fastest step is beyond ``GIVEN_UP`` times the searched plan's gets no more
-rounds. Of forty equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again,
+rounds. What decides as the search did (where everything fits, several policies do) is the same plan and no rival; it is named.
+Of forty equally good ones chance makes one the fastest; so the three fastest others and the searched plan meet again,
 in ``--finals`` alternating rounds of processes of their own, and these alone decide. Bar: 1.03x the best. With ``--save``
 the cases that an earlier run saved, and this one did not compare, stay.
 """
@@ -98,6 +99,16 @@ def compiled(name: str, case: Case, args: argparse.Namespace) -> Streamed:
     raise found
 
 
+def same(plan: Plan, other: Plan) -> bool:
+    """Whether a step does the same by both: they decide alike, and their windows are alike or nothing passes through them."""
+    if (plan.activations, plan.parameters) != (other.activations, other.parameters):
+        return False
+    moves = any(isinstance(a.decision, Swap) for a in plan.activations) or any(
+        Tier.NVME in (p.home, p.states_home, p.gradient_home) or p.gradient_home is not None for p in plan.parameters
+    )
+    return not moves or plan.windows == other.windows
+
+
 def trained(name: str, rival_s: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
     """In the measured process: the seconds of the steps by one plan, or why there are none; it is given up at a step that
     takes ``FAR_BEHIND`` times the one of ``rival_s``."""
@@ -107,6 +118,9 @@ def trained(name: str, rival_s: Sequence[float], args: argparse.Namespace) -> di
         return {"infeasible": str(error)}
     if name == SEARCHED:
         args.base.write_text(ours.plan.to_json())
+    elif same(ours.plan, Plan.from_json(args.base.read_text())):
+        compiled_model(ours.model).abandon()
+        return {"same": True}
     prediction = ours.plan.prediction
     assert prediction is not None
     steps_s: list[float] = []
@@ -185,8 +199,9 @@ def compared(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 def _told(label: str, name: str, case: Case, trainer: Trainer, rival_s: Sequence[float]) -> dict[str, Any]:
     found = trainer.run(name, rival_s)
     given_up = " given up" if "given_up" in found else ""
+    what = "the searched plan" if "same" in found else found.get("steps_s", found.get("infeasible"))
     print(
-        f"{label}, {case}: {name}: {found.get('steps_s', found.get('infeasible'))}{given_up}",
+        f"{label}, {case}: {name}: {what}{given_up}",
         file=sys.stderr,
         flush=True,
     )
@@ -219,7 +234,8 @@ def _judged(
         "given_up": {name: runs[-1]["given_up"] for name, runs in found.items() if "given_up" in runs[-1]},
         "infeasible": [name for name, runs in found.items() if any("infeasible" in run for run in runs)],
         "failed": [name for name, runs in found.items() if any(run.get("failed") for run in runs)],
-        "random": sum(name.startswith(RANDOM) and "infeasible" not in runs[0] for name, runs in found.items()),
+        "same": [name for name, runs in found.items() if "same" in runs[0]],
+        "random": sum(name.startswith(RANDOM) and "predicted_s" in runs[0] for name, runs in found.items()),
     }  # fmt: skip
 
 
@@ -279,6 +295,8 @@ def _rows(case: dict[str, Any]) -> list[tuple[str, str]]:
         for name, ratio in sorted(case.get("given_up", {}).items(), key=lambda item: item[1])
     ]
     rows += [(f"  finals: {name}", f"{took_s:.3f} s") for name, took_s in case["finals_s"].items()]
+    if case.get("same"):
+        rows.append(("  the searched plan", ", ".join(case["same"])))
     return [head, *rows, ("  do not fit", ", ".join(case["infeasible"]) or "none")]
 
 

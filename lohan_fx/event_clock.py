@@ -154,29 +154,30 @@ class SimulatedShelf:
         self.count = count
         self._clock = clock
         self._free = count
-        self._waiting: deque[Signal] = deque()
+        self._waiting: deque[tuple[int, Signal]] = deque()
 
     @property
     def in_use(self) -> int:
         return self.count - self._free
 
-    def try_acquire(self) -> bool:
-        if not self._free:
+    def try_acquire(self, buffers: int = 1) -> bool:
+        if self._free < buffers or self._waiting:
             return False
-        self._free -= 1
+        self._free -= buffers
         return True
 
-    def acquire(self) -> Thread:
-        if not self.try_acquire():
+    def acquire(self, buffers: int = 1) -> Thread:
+        if not self.try_acquire(buffers):
             handed_over = self._clock.signal()
-            self._waiting.append(handed_over)
+            self._waiting.append((buffers, handed_over))
             yield handed_over
 
-    def release(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set()
-        else:
-            self._free += 1
+    def release(self, buffers: int = 1) -> None:
+        self._free += buffers
+        while self._waiting and self._waiting[0][0] <= self._free:
+            wanted, handed_over = self._waiting.popleft()
+            self._free -= wanted
+            handed_over.set()
 
 
 class Countdown:

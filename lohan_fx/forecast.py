@@ -22,6 +22,7 @@ from lohan_fx.budgets import (
 )
 from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import lowest_tier
 from lohan_fx.meta_capture import MetaCapture
 from lohan_fx.pipeline import plan_training, work_of
 from lohan_fx.plan import SUM_BYTES, Plan, Prediction, Stage, Swap, Tier
@@ -206,12 +207,6 @@ def disk_bytes(plan: Plan) -> int:
     states = sum(12 * p.numel for p in plan.parameters if p.trainable)
     gradients = sum(SUM_BYTES * p.numel for p in plan.parameters if p.gradient_home is Tier.NVME)
     return copies + states + gradients + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
-
-
-def lowest_tier(plan: Plan) -> Tier:
-    used = {home for p in plan.parameters for home in (p.home, p.states_home, p.gradient_home)}
-    used |= {a.decision.tier for a in plan.activations if isinstance(a.decision, Swap)}
-    return Tier.NVME if Tier.NVME in used else Tier.HOST if Tier.HOST in used else Tier.DEVICE
 
 
 def _check_drives(plan: Plan, asked: Asked) -> None:

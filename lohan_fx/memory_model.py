@@ -33,6 +33,13 @@ def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
     return found[Tier.DEVICE], found[Tier.HOST]
 
 
+def lowest_tier(plan: Plan) -> Tier:
+    """The slowest tier that ``plan`` needs."""
+    used = {home for p in plan.parameters for home in (p.home, p.states_home, p.gradient_home)}
+    used |= {a.decision.tier for a in plan.activations if isinstance(a.decision, Swap)}
+    return Tier.NVME if Tier.NVME in used else Tier.HOST if Tier.HOST in used else Tier.DEVICE
+
+
 def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
     """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
     swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))

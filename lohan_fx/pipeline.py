@@ -49,7 +49,7 @@ def compile_training(
     annotate(joint)
     if request.hw.is_this_machine():
         time_ops(joint, torch.device(request.hw.device))
-    plan = request.plan or _no_more_at_home(_rewrites(joint, num_outputs, parameters), request)
+    plan = request.plan or _no_more_at_home(rewrites_of(joint, num_outputs, parameters), request)
     slots = activation_slots(len(plan.activations))
     if request.plan:  # that a plan given needs too much is its maker's mistake, not a pass's, as the verifier would say
         predict(_rewrite(joint, plan, num_outputs, parameters, slots, checked=False), plan, request)
@@ -94,7 +94,7 @@ def plan_training(
 ) -> tuple[Halves, Plan]:
     """What ``compile_training`` decides, and the halves to simulate, without what only running them needs: they are not
     verified and have no code. The joint graph must be annotated."""
-    rewrites = _rewrites(joint, num_outputs, parameters)
+    rewrites = rewrites_of(joint, num_outputs, parameters)
     plan = search(rewrites, request)
     halves = rewrites.halves(plan)
     return halves, dataclasses.replace(plan, prediction=predict_placed(halves, plan, request))
@@ -149,7 +149,7 @@ def _scheduled_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
     return tried
 
 
-def _rewrites(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> Rewrites:
+def rewrites_of(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> Rewrites:
     def rewrite(plan: Plan) -> Halves:
         slots = range(len(plan.activations))
         return _rewrite(joint, plan, num_outputs, parameters, slots, checked=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from torch.fx import GraphModule
@@ -11,11 +12,12 @@ from lohan_fx import cost, staging
 from lohan_fx.budgets import largest_layer, staging_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.inductor import BOXED
-from lohan_fx.memory_model import resident_bytes
+from lohan_fx.memory_model import lowest_tier, resident_bytes
 from lohan_fx.passes.activation_graph import activation_graph
 from lohan_fx.passes.assign_buffers import assignments, cleared_bytes
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peak, swap_out_room
+from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.traffic import fetch_counts, traffic
 from lohan_fx.plan import Plan, Share, Swap, Tier, Use, Windows
@@ -23,12 +25,15 @@ from lohan_fx.planner import make_plan
 from lohan_fx.predict import BUFFERS_ROOM_BYTES
 from lohan_fx.problem import Budgets, Problem
 from lohan_fx.request import Request, node_seconds, plan_of_homes, settled
-from lohan_fx.simulated_step import simulated_step_s
+from lohan_fx.simulated_step import Simulation, simulate_program, simulated_step_s
+from lohan_fx.simulated_waits import COMING_BACK, LEAVING, waits_s
 from lohan_fx.step_program import step_program
 
 WORTH_PLACES = 0.005
 """Share of a step that places for values must save before a plan is made that leaves them memory."""
 PLACES_ATTEMPTS = 2
+SWAP_WINDOWS = (1, 2, 3, 4)
+"""Times the largest activation that is swapped: the windows that are tried."""
 ALL_OF_THEM = 2**62
 """Room for all values that can be given a place."""
 
@@ -49,19 +54,29 @@ class Rewrites:
         return self._peaks[key]
 
     def halves(self, plan: Plan) -> Halves:
-        if self._last is None or not _same_graphs(self._last[0], plan):
-            self._last = None  # before the next are made: the halves of a large model are large
+        before, self._last = self._last, None  # before the next are made: the halves of a large model are large
+        if before is None or _decided(before[0]) != _decided(plan):
+            before = None
             self._last = (plan, self._rewrite(plan))
-        return self._last[1]
-
-
-def _same_graphs(one: Plan, other: Plan) -> bool:
-    """Whether two plans make the same graphs, in which of all windows only those of ``schedule`` show."""
-    return _of_graphs(one) == _of_graphs(other)
+            return self._last[1]
+        if _scheduled(before[0]) != _scheduled(plan):
+            schedule(before[1], plan)  # anew: starts go where these windows let them
+        self._last = (plan, before[1])
+        return before[1]
 
 
 def _of_graphs(plan: Plan) -> tuple[object, ...]:
-    return plan.activations, plan.parameters, plan.windows.fetch_bytes, plan.windows.swap_in_bytes
+    """What of a plan its graphs show."""
+    return *_decided(plan), *_scheduled(plan)
+
+
+def _decided(plan: Plan) -> tuple[object, ...]:
+    return plan.activations, plan.parameters
+
+
+def _scheduled(plan: Plan) -> tuple[object, ...]:
+    """Of all windows only those of ``schedule`` show in graphs."""
+    return plan.windows.fetch_bytes, plan.windows.swap_in_bytes
 
 
 def search(rewrites: Rewrites, request: Request) -> Plan:
@@ -97,7 +112,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         holds=request.holds,
         handover_s=cost.handover_s(request.hw),
     )
-    plan = make_plan(problem, request.hw)
+    plan, problem = _running_ahead(make_plan(problem, request.hw), problem, rewrites, request)
     plan, places_bytes = _with_places(plan, problem, rewrites, request)
     if places_bytes:
         budgets = _with_fixed(problem.budgets, places_bytes)
@@ -105,6 +120,52 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
     if request.chooses_staging:
         plan = _with_staging(plan, problem, rewrites, request)
     return _with_swap_out_room(_moved(plan, places_bytes, Use.CAPTURE, Use.PLACES), rewrites.halves(plan))
+
+
+def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> tuple[Plan, Problem]:
+    """``plan``, or one with wider windows for activations on their way, and ``problem`` with those.
+
+    A layer's backward may begin with an activation larger than the window. Then it comes back while compute waits, and more of
+    the device's memory for what is on its way saves more than for what stays. The formula knows no such wait, so where there
+    is one a few windows are simulated, at the price that their bytes have elsewhere; the plan made for the best of them must
+    be faster.
+    """
+    largest = max((a.bytes for a in plan.activations if isinstance(a.decision, Swap)), default=0)
+    lacks_drives = lowest_tier(plan) is Tier.NVME and not request.hw.nvme  # which is said later
+    if request.budgets.shared or not largest or lacks_drives:
+        return plan, problem
+    per_byte_s = 0.0 if plan.division is None else plan.division.per_byte_s.get(Tier.DEVICE.value, 0.0)
+
+    def simulated(tried: Plan) -> Simulation:
+        program = step_program(rewrites.halves(tried), tried, node_seconds(request), cost.handover_s(request.hw))
+        return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS)
+
+    began = simulated(_with_swap_out_room(plan, rewrites.halves(plan)))
+    worth_s = staging.WORTH_IT * began.step_s
+    if sum(waits_s(began).get(kind, 0.0) for kind in (COMING_BACK, LEAVING)) < worth_s:
+        return plan, problem
+    best, best_s = dataclasses.replace(plan, windows=with_swaps_of(plan.windows, problem.windows)), math.inf
+    for window in ("swap_in_bytes", "swap_out_bytes"):
+        base, windows = getattr(problem.windows, window), best.windows
+        for wider in sorted({base, *(max(base, largest * times) for times in SWAP_WINDOWS)}):
+            tried = dataclasses.replace(plan, windows=dataclasses.replace(windows, **{window: wider}))
+            took_s = simulated(tried).step_s + per_byte_s * (wider - base)
+            if took_s < best_s - worth_s:
+                best, best_s = tried, took_s
+    asked = dataclasses.replace(problem, windows=with_swaps_of(problem.windows, best.windows))
+    if asked.windows == problem.windows:
+        return plan, problem
+    try:
+        again = make_plan(asked, request.hw)
+    except InfeasiblePlan:
+        return plan, problem
+    again_s = simulated(_with_swap_out_room(again, rewrites.halves(again))).step_s
+    return (again, asked) if again_s < began.step_s else (plan, problem)
+
+
+def with_swaps_of(windows: Windows, other: Windows) -> Windows:
+    """``windows`` with the room of ``other`` for activations on their way."""
+    return dataclasses.replace(windows, swap_in_bytes=other.swap_in_bytes, swap_out_bytes=other.swap_out_bytes)
 
 
 def _with_places(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> tuple[Plan, int]:
@@ -185,7 +246,8 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
     if 0 <= more <= free and not resized:
         return staging.with_staging(plan, found, more)
     asked = settled(request, found.windows)
-    changed = dataclasses.replace(problem, budgets=asked.budgets, windows=asked.windows)
+    windows = with_swaps_of(asked.windows, problem.windows)
+    changed = dataclasses.replace(problem, budgets=asked.budgets, windows=windows)
     if resized:
         keeping = rewrites.halves(_keep_everything(request))
         changed = dataclasses.replace(changed, ends=step_ends(keeping, node_seconds(request), asked.windows))

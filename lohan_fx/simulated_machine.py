@@ -1,8 +1,8 @@
 """simulated_machine: lanes, buffers, memory and rates of the machine that a step is simulated on.
 
 Mirrors what ``runtime/machine.py`` sets up from a plan's windows: the lanes and their threads, the priorities, and the
-reservations of the host pool. Where parameters are so large that a step has more transfers than ``TRANSFERS``, several
-are simulated as one: totals and order stay, and a step takes within 3 % as long (docs/0011).
+reservations of the host pool. Where a step has more transfers than ``TRANSFERS``, several are simulated as one, which takes
+as many buffers as they do: totals and order stay, and a step takes within 3 % as long (docs/0011).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ UNFUSED_ADAM = 2.2
 two casts, by one thread (measured)."""
 TRANSFERS = 40_000
 """Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
-_LEAST_IO, _LEAST_OPTIMIZER = 2, 3
-"""Buffers with which a read and a copy, and a read, an update and a write, go on at the same time."""
-_MOST_PIECES = (1 << 40, 256, 64, 32, 16, 8, 4)
+_AT_A_TIME = {"fetch": 2, "swap_in": 2, "swap_out": 2, "gradients": 3, "optimizer": 3}
+"""Of what is simulated as one, so many have room: for a read and a copy, and for a read, an update and a write."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ class SimulatedMachine:
         # Each job at the rate of all drives together: for those of each drive, at its own (``machine.ssd_threads``).
         self.ssd = SimulatedLane(self.clock, threads=SSD_THREADS)
         self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
-        self._most_pieces = _bound_on_pieces(plan, TRANSFERS if transfers is None else transfers)
-        counts = self._buffers()
-        self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in counts.items()}
+        self._together = _together(plan, TRANSFERS if transfers is None else transfers)
+        self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in self._buffers().items()}
         self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
         self.memory = SimulatedMemory(self)
         self._adam_slowdown = 1.0 if fused_adam else UNFUSED_ADAM
@@ -64,25 +62,23 @@ class SimulatedMachine:
     # --- how transfers are cut --------------------------------------------------------------------------------
 
     def _buffers(self) -> dict[str, int]:
-        """Buffers by purpose. Of pieces that stand for several there are fewer, as far as their lanes still overlap:
-        all of them together would hide what the real, small ones cannot."""
-        windows, pieces = self.plan.windows, max(_piece_counts(self.plan), default=1)
-        together = -(-pieces // self._most_pieces)
-        io, optimizer = windows.io_buffers, windows.optimizer_buffers
-        gradients = windows.gradient_buffers
-        io = max(min(io, _LEAST_IO), -(-io // together))
-        optimizer = max(min(optimizer, _LEAST_OPTIMIZER), -(-optimizer // together))
-        gradients = max(min(gradients, _LEAST_OPTIMIZER), -(-gradients // together))
-        counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), io)
-        return counts | {"gradients": gradients, "optimizer": optimizer, "small": small_buffers(windows), "compute": 1}
+        """Buffers by purpose."""
+        windows = self.plan.windows
+        counts = dict.fromkeys(("fetch", "swap_in", "swap_out"), windows.io_buffers)
+        counts |= {"gradients": windows.gradient_buffers, "optimizer": windows.optimizer_buffers}
+        return counts | {"small": small_buffers(windows), "compute": 1}
 
     def pieces(self, nbytes: int) -> list[int]:
         """Bytes of the transfers that ``nbytes`` are cut into."""
-        return _cut(nbytes, self.plan.windows.io_bytes, self._most_pieces)
+        return _cut(nbytes, self.plan.windows.io_bytes * self._together)
 
     def chunks(self, parameter: ParameterPlan) -> list[int]:
         """Elements of the pieces in which ``parameter`` is updated."""
-        return _cut(parameter.numel, self.plan.windows.chunk_elements, self._most_pieces)
+        return _cut(parameter.numel, self.plan.windows.chunk_elements * self._together)
+
+    def buffers(self, purpose: str, requests: int) -> int:
+        """How many of ``purpose`` a piece takes that stands for so many ``requests``: one for each, but not all there are."""
+        return min(requests, max(1, self.pool[purpose].count // _AT_A_TIME.get(purpose, 1)))
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
@@ -252,13 +248,14 @@ class SimulatedMemory:
         self._touched_bytes = 0
         self.curve: list[MemoryPoint] = []
 
-    def touch(self, purpose: str, nbytes: int) -> None:
-        """So much of the buffer that was acquired last is written. The pool hands out the one released last first."""
-        buffers, last = self._touched[purpose], self._machine.pool[purpose].in_use - 1
-        more = min(nbytes, self._sizes[purpose]) - buffers[last]
-        if more > 0:
-            buffers[last] += more
-            self._touched_bytes += more
+    def touch(self, purpose: str, nbytes: int, buffers: int = 1) -> None:
+        """So much of the ``buffers`` that were acquired last is written. The pool hands out the one released last first."""
+        touched, end = self._touched[purpose], self._machine.pool[purpose].in_use
+        for at in range(end - buffers, end):
+            more = min(nbytes // buffers, self._sizes[purpose]) - touched[at]
+            if more > 0:
+                touched[at] += more
+                self._touched_bytes += more
 
     def stage_begins(self, graph_bytes: int) -> None:
         """From now on the graph of the next stage has its inputs; what still leaves the device stays until it has."""
@@ -296,25 +293,19 @@ class SimulatedMemory:
         self.curve.append(MemoryPoint(machine.clock.now_s, device, host))
 
 
-def _cut(total: int, size: int, most: int) -> list[int]:
-    """``total`` in pieces of ``size``, or of the multiple of it that makes no more than ``most``."""
-    if not total:
-        return []  # of a parameter without elements
-    count = -(-total // size)
-    size *= -(-count // most)
+def _cut(total: int, size: int) -> list[int]:
+    """``total`` in pieces of ``size``; none of a parameter without elements."""
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def _bound_on_pieces(plan: Plan, transfers: int) -> int:
-    """The largest bound under which a step has no more than ``transfers``."""
-    counts = _piece_counts(plan)
-    fitting = (most for most in _MOST_PIECES if sum(min(most, count) for count in counts) <= transfers)
-    return next(fitting, _MOST_PIECES[-1])
-
-
-def _piece_counts(plan: Plan) -> list[int]:
-    """In how many pieces each transfer of a step is cut, were they all to take place."""
+def _together(plan: Plan, transfers: int) -> int:
+    """How many are simulated as one so that a step has no more than ``transfers``, if that can be."""
     windows = plan.windows
     counts = [-(-p.numel // windows.chunk_elements) for p in plan.parameters]
     counts += 2 * [-(-p.bytes // windows.io_bytes) for p in plan.parameters]
-    return counts + [-(-a.bytes // windows.io_bytes) for a in plan.activations]
+    counts += [-(-a.bytes // windows.io_bytes) for a in plan.activations]
+    most = max(counts, default=1)
+    together = 1
+    while together < most and sum(-(-count // together) for count in counts) > transfers:
+        together += max(1, together // 4)
+    return together

@@ -209,7 +209,7 @@ class SimulatedOptimizer:
 
     def _leave(self, chunk: _Chunk, after: Signal | None, left: Countdown) -> Thread:
         machine, parameter = self._machine, chunk.parameter
-        yield from machine.pool["gradients"].acquire()
+        yield from machine.pool["gradients"].acquire(self._buffers("gradients", chunk))
         if after is not None:
             yield after
         nbytes = parameter.bytes // parameter.numel * chunk.elements
@@ -230,7 +230,8 @@ class SimulatedOptimizer:
             self._reading.append(self._arrived.popleft())
         chunk = self._reading.popleft() if self._reading else self._arrived[0]
         if not chunk.has_buffer:
-            yield from machine.pool[self._purpose(chunk)].acquire()
+            purpose = self._purpose(chunk)
+            yield from machine.pool[purpose].acquire(self._buffers(purpose, chunk))
             self._arrived.popleft()
             self._read(chunk)
         yield from chunk.reads
@@ -238,7 +239,7 @@ class SimulatedOptimizer:
         if chunk.in_place is not None:
             chunk.in_place.one_less()
         elif chunk.has_gradient:
-            machine.pool["gradients"].release()
+            machine.pool["gradients"].release(self._buffers("gradients", chunk))
         writes = self._writes(chunk)
         done = Countdown(len(writes), functools.partial(self._finished, chunk))
         requests = machine.of_chunk(chunk.elements)
@@ -247,7 +248,8 @@ class SimulatedOptimizer:
             machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY)
 
     def _start_reading(self, chunk: _Chunk) -> bool:
-        if not self._machine.pool[self._purpose(chunk)].try_acquire():
+        purpose = self._purpose(chunk)
+        if not self._machine.pool[purpose].try_acquire(self._buffers(purpose, chunk)):
             return False
         self._read(chunk)
         return True
@@ -255,10 +257,14 @@ class SimulatedOptimizer:
     def _purpose(self, chunk: _Chunk) -> str:
         return purpose_of(chunk.elements, self._machine.plan.windows)
 
+    def _buffers(self, purpose: str, chunk: _Chunk) -> int:
+        return self._machine.buffers(purpose, self._machine.of_chunk(chunk.elements))
+
     def _read(self, chunk: _Chunk) -> None:
         machine = self._machine
         chunk.has_buffer = True
-        machine.memory.touch(self._purpose(chunk), self._touched_bytes(chunk))
+        purpose = self._purpose(chunk)
+        machine.memory.touch(purpose, self._touched_bytes(chunk), self._buffers(purpose, chunk))
         requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in self._reads(chunk):
             done = machine.clock.signal()
@@ -271,7 +277,8 @@ class SimulatedOptimizer:
         done()
 
     def _finished(self, chunk: _Chunk) -> None:
-        self._machine.pool[self._purpose(chunk)].release()
+        purpose = self._purpose(chunk)
+        self._machine.pool[purpose].release(self._buffers(purpose, chunk))
         self._unfinished -= 1
         self._notify()
         if chunk.update is not None:

@@ -65,7 +65,7 @@ class SimulatedTransfers:
 
     def _start(self, found: Fetch, home: Tier, label: str, after: Signal | None, arrived: Signal) -> None:
         if home is Tier.HOST:
-            self._machine.h2d.submit(self._copy_in(label, found.bytes, after, arrived.set))
+            self._copy_in(label, found.bytes, after, arrived.set)
         else:
             self._bring("fetch", f"{found.parameter}:compute", label, found.bytes, after, arrived.set)
 
@@ -108,8 +108,9 @@ class SimulatedTransfers:
     ) -> Thread:
         machine = self._machine
         if away.tier is Tier.NVME:
-            yield from machine.pool["swap_out"].acquire()
-            machine.memory.touch("swap_out", nbytes)
+            buffers = machine.buffers("swap_out", machine.of_io(nbytes))
+            yield from machine.pool["swap_out"].acquire(buffers)
+            machine.memory.touch("swap_out", nbytes, buffers)
         if after is not None:
             yield after
         yield machine.copying("d2h", label, nbytes)
@@ -120,8 +121,9 @@ class SimulatedTransfers:
             left.one_less()
 
     def _write(self, away: _Away, nbytes: int, left: Countdown) -> Thread:
-        yield self._machine.writing(away.extent, nbytes, self._machine.of_io(nbytes))
-        self._machine.pool["swap_out"].release()
+        machine, requests = self._machine, self._machine.of_io(nbytes)
+        yield machine.writing(away.extent, nbytes, requests)
+        machine.pool["swap_out"].release(machine.buffers("swap_out", requests))
         left.one_less()
 
     def swap_in(self, found: SwapIn) -> None:
@@ -144,7 +146,7 @@ class SimulatedTransfers:
             arrived.set()
 
         if away.tier is Tier.HOST:
-            machine.h2d.submit(self._copy_in(label, away.bytes, after, landed))
+            self._copy_in(label, away.bytes, after, landed)
         else:
             self._bring("swap_in", away.extent, label, away.bytes, after, landed)
 
@@ -162,11 +164,13 @@ class SimulatedTransfers:
             if machine.on_cpu:
                 machine.ssd.submit(self._read_in_place(extent, piece, landed), priority=FETCH_PRIORITY)
                 continue
-            machine.clock.start(self._staged(purpose, self._read(purpose, extent, label, piece, after, landed)))
+            buffers = machine.buffers(purpose, machine.of_io(piece))
+            read = self._read(purpose, extent, label, piece, after, landed)
+            machine.clock.start(self._staged(purpose, buffers, read))
 
-    def _staged(self, purpose: str, read: Thread) -> Thread:
+    def _staged(self, purpose: str, buffers: int, read: Thread) -> Thread:
         """No thread of the ssd lane waits for a buffer (``machine.read_staged``)."""
-        yield from self._machine.pool[purpose].acquire()
+        yield from self._machine.pool[purpose].acquire(buffers)
         self._machine.ssd.submit(read, priority=FETCH_PRIORITY)
 
     def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
@@ -177,18 +181,28 @@ class SimulatedTransfers:
     def _read(
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown
     ) -> Thread:
-        machine = self._machine
-        yield machine.reading(extent, nbytes, machine.of_io(nbytes))
+        machine, requests = self._machine, self._machine.of_io(nbytes)
+        yield machine.reading(extent, nbytes, requests)
 
         def copied() -> None:
             self.coming_bytes -= nbytes
-            machine.pool[purpose].release()
+            machine.pool[purpose].release(machine.buffers(purpose, requests))
             landed.one_less()
 
-        machine.h2d.submit(self._copy_in(label, nbytes, after, copied))
+        self._copy_in(label, nbytes, after, copied)
 
-    def _copy_in(self, label: str, nbytes: int, after: Signal | None, done: Callable[[], None]) -> Thread:
-        if after is not None:
-            yield after
+    def _copy_in(self, label: str, nbytes: int, after: Signal | None, done: Callable[[], None]) -> None:
+        """On the h2d lane, once compute is where it was started: the lane does not wait for that."""
+        copy = self._copied_in(label, nbytes, done)
+        if after is None or after.done:
+            self._machine.h2d.submit(copy)
+        else:
+            self._machine.clock.start(self._submitted_after(after, copy))
+
+    def _submitted_after(self, after: Signal, copy: Thread) -> Thread:
+        yield after
+        self._machine.h2d.submit(copy)
+
+    def _copied_in(self, label: str, nbytes: int, done: Callable[[], None]) -> Thread:
         yield self._machine.copying("h2d", label, nbytes)
         done()

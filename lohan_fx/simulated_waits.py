@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lohan_fx.runtime.timeline import COMPUTE_LANE
-from lohan_fx.simulator import Simulation
+from lohan_fx.simulated_step import Simulation
 
 WORTH_A_REASON = 0.1
 """Share of the formula's seconds by which the simulated ones may differ without a word."""
+COMING_BACK, LEAVING = "activations to come back", "activations to leave the device"
 _KINDS: Mapping[str, str] = {
     "fetch of": "parameters",
-    "swap_in of": "activations to come back",
-    "swap window": "activations to leave the device",
+    "swap_in of": COMING_BACK,
+    "swap window": LEAVING,
     "gradient window": "gradients to leave the device, whose updates are behind",
 }
 _PREFIX = "wait:"

@@ -15,7 +15,7 @@ and bounds made with it are exact within that share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,11 +33,16 @@ NodeSeconds = Callable[[Cost], float]
 
 
 def step_ends(
-    halves: Halves, node_seconds: NodeSeconds, windows: Windows, streamed: Collection[str] | None = None
+    halves: Halves,
+    node_seconds: NodeSeconds,
+    windows: Windows,
+    streamed: Collection[str] | None = None,
+    beside: Mapping[str, int] | None = None,
 ) -> Ends:
     """Those of rewritten ``halves``, whose gradients wait for their updates in ``windows``. The graphs are unchanged.
 
-    ``streamed``: the parameters that drives bring, of which the last fetch is; all where that is not decided.
+    ``streamed``: the parameters that drives bring; all where that is not decided. ``beside``: bytes that drives move for
+    updates beside the forward, by parameter, which the first fetch of it waits for.
     """
     forward, backward = halves.forward, halves.backward
     if backward is None:
@@ -48,7 +53,7 @@ def step_ends(
     return Ends(
         frozenset(meta.origin(n) or "" for n in fetches),
         frozenset(meta.origin(n) or "" for n in offers),
-        _last_fetch_s(forward, node_seconds, streamed),
+        _last_fetch_s(forward, node_seconds, streamed, beside or {}),
         _first_gradient_s(backward, node_seconds),
         _blocking(backward, node_seconds, windows),
     )
@@ -87,14 +92,19 @@ def _blocking_runs(
         yield run
 
 
-def _last_fetch_s(forward: GraphModule, node_seconds: NodeSeconds, streamed: Collection[str] | None) -> float:
-    """Seconds of the forward behind the wait for the last of more than a negligible share of the bytes that it fetches of
-    ``streamed``; 0 where that is nothing."""
-    waits = forward.graph.find_nodes(op="call_function", target=ops.WAIT)
-    fetches = {n: n.args[0] for n in waits if isinstance(n.args[0], Node) and n.args[0].target is ops.FETCH}
-    sizes = {
-        n: meta.cost(fetch).bytes for n, fetch in fetches.items() if streamed is None or meta.origin(fetch) in streamed
-    }
+def _last_fetch_s(
+    forward: GraphModule, node_seconds: NodeSeconds, streamed: Collection[str] | None, beside: Mapping[str, int]
+) -> float:
+    """Seconds of the forward behind the wait for the last of more than a negligible share of the bytes that drives move for
+    what it fetches; 0 where that is nothing."""
+    sizes: dict[Node, int] = {}
+    first = dict(beside)
+    for wait in forward.graph.find_nodes(op="call_function", target=ops.WAIT):
+        fetch = wait.args[0]
+        if isinstance(fetch, Node) and fetch.target is ops.FETCH:
+            name = meta.origin(fetch) or ""
+            own_bytes = meta.cost(fetch).bytes if streamed is None or name in streamed else 0
+            sizes[wait] = own_bytes + first.pop(name, 0)
     passed_s, left = 0.0, NEGLIGIBLE * sum(sizes.values())
     for node in reversed(forward.graph.nodes):
         left -= sizes.get(node, 0)

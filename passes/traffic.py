@@ -39,7 +39,8 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
     swaps = _calls(forward, ops.SWAP_OUT)
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
     streamed = {p.name for p in plan.parameters if p.home is Tier.NVME}
-    ends = step_ends(halves, node_seconds, plan.windows, streamed)
+    beside = {p.name: _beside_forward_bytes(p, plan) for p in updated}
+    ends = step_ends(halves, node_seconds, plan.windows, streamed, beside)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
     elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
     early, late, next_ = (
@@ -201,6 +202,13 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
         is_view=False,
         is_random=False,
     )
+
+
+def _beside_forward_bytes(p: ParameterPlan, plan: Plan) -> int:
+    """Bytes that drives move for an update of ``p`` beside the next forward, which waits for it."""
+    if p.optimizer_runs is not OptimizerTiming.NEXT_FORWARD or p.in_memory_of(plan.device):
+        return 0
+    return states_read_bytes([p]) + states_written_bytes([p]) + held_nvme_bytes([p])
 
 
 def held_nvme_bytes(updated: list[ParameterPlan]) -> int:

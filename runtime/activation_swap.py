@@ -31,6 +31,7 @@ from lohan_fx.runtime.chunk_update import Countdown
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
 from lohan_fx.runtime.parameter_stream import read_in_place, wait_for
 from lohan_fx.runtime.room import LEAST_BYTES
@@ -202,7 +203,7 @@ class ActivationSwap:
         back = Arrival(f"swap_in of {tuple(away.shown)}", len(pieces))
         back.then(functools.partial(self._give_up_place, away))
         # Reads start only when the writes are done; chained, so that no ssd thread blocks on another one's job.
-        start = functools.partial(self._start_read, away, back, flat, memory is not None, machine.link.mark())
+        start = functools.partial(self._start_read, away, back, flat, memory is not None, machine.passing())
         away.left.then(functools.partial(self._return, away, back, pieces, start))
         shown = value if away.shown == away.size else value.expand(away.shown)
         # ``shown`` is an argument so that it lives until it is waited for.
@@ -225,7 +226,14 @@ class ActivationSwap:
                 start(offset, nbytes)
 
     def _start_read(
-        self, away: _Swapped, back: Arrival, flat: torch.Tensor, in_place: bool, after: Moment, offset: int, nbytes: int
+        self,
+        away: _Swapped,
+        back: Arrival,
+        flat: torch.Tensor,
+        in_place: bool,
+        passed: Work[None],
+        offset: int,
+        nbytes: int,
     ) -> None:
         """Start the way back of one piece, into its place in ``flat``."""
         machine = self._machine
@@ -236,33 +244,36 @@ class ActivationSwap:
             return
         destination = flat[offset : offset + nbytes]
         if away.region is not None:
-            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, after, None)
-            machine.h2d.submit(copy, label=back.label)
+            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, None)
+            machine.copy_in(passed, copy, back.label, back.part_done)
             return
-        staged = functools.partial(self._read, away, back, destination, offset, after)
+        staged = functools.partial(self._read, away, back, destination, offset, passed)
         machine.read_staged("swap_in", back.label, staged, back.part_done)
 
     def _read(
-        self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, after: Moment, buffer: Buffer
+        self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, passed: Work[None], buffer: Buffer
     ) -> None:
         machine = self._machine
         assert away.extent is not None
         nbytes = destination.numel()
-        try:
-            machine.read(away.extent, offset, buffer.tensor, nbytes)
-            copy = functools.partial(self._copy_in, back, destination, buffer.tensor[:nbytes], after, buffer.release)
-            machine.h2d.submit(copy, label=back.label)
-        except BaseException as error:
+
+        def failed(error: BaseException) -> None:
             buffer.release()
             back.part_done(error)
+
+        try:
+            machine.read(away.extent, offset, buffer.tensor, nbytes)
+        except BaseException as error:
+            failed(error)
             raise
+        copy = functools.partial(self._copy_in, back, destination, buffer.tensor[:nbytes], buffer.release)
+        machine.copy_in(passed, copy, back.label, failed)
 
     def _copy_in(
         self,
         back: Arrival,
         destination: torch.Tensor,
         source: torch.Tensor,
-        after: Moment,
         release: Callable[[], None] | None,
     ) -> None:
         machine = self._machine
@@ -270,7 +281,7 @@ class ActivationSwap:
         problem: BaseException | None = None
         try:
             with machine.timeline.span("h2d", back.label, source.numel()):
-                moment = machine.link.copy_in(destination, source, after)
+                moment = machine.link.copy_in(destination, source)
                 machine.link.finish(moment)
         except BaseException as error:
             problem = error

@@ -2,7 +2,7 @@
 
 Guarantees: ``copy_in`` and ``copy_out`` may run on any lane thread. What they return tells when the copied bytes are
 there; the source may be reused and the destination read only after ``finish`` (by the host) or ``order_after`` (by
-the compute stream).
+the compute stream). ``copy_out`` waits on the device for ``after``; for ``copy_in`` the host does (``machine.passing``).
 
 Assumes: the compute stream is the current stream of the thread that calls ``mark`` and ``order_after``.
 """
@@ -25,7 +25,7 @@ class DeviceLink(Protocol):
     """Whether the host's threads read and write the device's memory as it is, so that nothing need be copied."""
 
     def mark(self) -> Moment: ...
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment: ...
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Moment: ...
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment: ...
     def finish(self, moment: Moment) -> None: ...
     def order_after(self, moment: Moment) -> None: ...
@@ -44,10 +44,11 @@ class CpuLink:
     def mark(self) -> Moment:
         return None
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Moment:
         destination.copy_(source)
 
-    copy_out = copy_in
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
+        destination.copy_(source)
 
     def finish(self, moment: Moment) -> None:
         return None
@@ -68,10 +69,12 @@ class CudaLink:
 
     def mark(self) -> Moment:
         """Now, on the compute stream: a copy that starts after it sees what compute has done so far."""
-        return torch.cuda.current_stream(self.device).record_event()
+        moment = torch.cuda.Event(blocking=True)  # who waits for it sleeps: it may be far ahead
+        moment.record(torch.cuda.current_stream(self.device))
+        return moment
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
-        return self._copy(self._in, destination, source, after)
+    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Moment:
+        return self._copy(self._in, destination, source, None)
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
         # The allocator must not give the source's memory away while this stream still reads it.

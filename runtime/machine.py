@@ -13,7 +13,7 @@ import torch
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
-from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
@@ -27,6 +27,7 @@ STATE_WRITE_PRIORITY = 3
 
 SSD_THREADS = 3
 """Per drive: as many requests at a time."""
+PASSED: Work[None] = Work.completed(None)
 OTHER_THREADS = 2
 """Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
 
@@ -43,6 +44,7 @@ class Machine:
     h2d: Lane
     d2h: Lane
     cpu: Lane
+    moments: Lane
     windows: Windows
     landing: Room
 
@@ -83,22 +85,51 @@ class Machine:
 
         self.pool.when_free(purpose, submit)
 
+    def passing(self) -> Work[None]:
+        """Done once the device has done all that this thread has asked it for; on a CPU it has."""
+        moment = self.link.mark()
+        if moment is None:
+            return PASSED
+        return self.moments.submit(functools.partial(self.link.finish, moment), label="what the device was asked for")
+
+    def copy_in(
+        self, passed: Work[None], copy: Callable[[], None], label: str, failed: Callable[[BaseException], None]
+    ) -> None:
+        """``copy()`` on the h2d lane once ``passed``: where it goes may be in use until then. Or ``failed(error)``.
+
+        The lane does not wait for that: a copy that is early would hold up those behind it that are not, and with the
+        buffers that these hold the drives.
+        """
+
+        def submit(passed: Work[None]) -> None:
+            try:
+                passed.wait()
+                self.h2d.submit(copy, label=label)
+            except BaseException as error:
+                failed(error)
+
+        passed.add_done_callback(submit)
+
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until nothing is under way; in the order in which lanes hand jobs on."""
         deadline_s = time.monotonic() + timeout_s
         before = None
         # A transfer that had no buffer yet may have been handed to a lane that was looked at before: look again.
         while before != (before := self.pool.asking()):
-            for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
+            for lane in self._lanes():
                 lane.drain(max(0.1, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """End the lanes, then give back host memory, unless ``LaneTimeout`` is raised: a late job may still use it."""
         deadline_s = time.monotonic() + timeout_s
-        for lane in (self.d2h, self.cpu, self.ssd, self.h2d):
+        for lane in self._lanes():
             lane.close(max(0.1, deadline_s - time.monotonic()))
         self.pool.close(force=True)
         self.landing.close()
+
+    def _lanes(self) -> tuple[Lane, ...]:
+        """In the order in which they hand jobs on."""
+        return self.d2h, self.cpu, self.ssd, self.moments, self.h2d
 
 
 def start_machine(
@@ -131,6 +162,7 @@ def start_machine(
         h2d=Lane("h2d", initializer=one_thread),
         d2h=Lane("d2h", initializer=one_thread),
         cpu=Lane("cpu", initializer=functools.partial(use_threads, adam_threads)),
+        moments=Lane("moments"),
         windows=windows,
         landing=Room(),
     )

@@ -18,9 +18,8 @@ import torch
 
 from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
-from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Work
 from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 
@@ -92,12 +91,12 @@ class ParameterStream:
         with torch.inference_mode(False):  # a lane, which is in no such mode, writes it
             value = torch.empty(parameter.shape, dtype=parameter.compute_dtype, device=machine.device)
         flat = value.view(-1).view(torch.uint8) if parameter.numel else value
-        after = machine.link.mark()
+        passed = machine.passing()
         if resident.compute is not None:
-            copy = functools.partial(self._copy, arrival, flat, resident.compute.view(torch.uint8), after)
-            return value, [functools.partial(machine.h2d.submit, copy, label=arrival.label)]
+            copy = functools.partial(self._copy, arrival, flat, resident.compute.view(torch.uint8))
+            return value, [functools.partial(machine.copy_in, passed, copy, arrival.label, arrival.part_done)]
         reads = [
-            functools.partial(self._read, arrival, parameter, flat, offset, nbytes, after) for offset, nbytes in pieces
+            functools.partial(self._read, arrival, parameter, flat, offset, nbytes, passed) for offset, nbytes in pieces
         ]
         staged = functools.partial(machine.read_staged, "fetch", arrival.label, failed=arrival.part_done)
         return value, [functools.partial(staged, read) for read in reads]
@@ -112,31 +111,33 @@ class ParameterStream:
         flat: torch.Tensor,
         offset: int,
         nbytes: int,
-        after: Moment,
+        passed: Work[None],
         buffer: Buffer,
     ) -> None:
         machine = self._machine
-        try:
-            machine.read(parameter.streamed_extent, offset, buffer.tensor, nbytes)
-            destination = flat[offset : offset + nbytes]
 
-            def copy() -> None:
-                try:
-                    self._copy(arrival, destination, buffer.tensor[:nbytes], after)
-                finally:
-                    buffer.release()
-
-            machine.h2d.submit(copy, label=arrival.label)
-        except BaseException as error:
+        def failed(error: BaseException) -> None:
             buffer.release()
             arrival.part_done(error)
-            raise
 
-    def _copy(self, arrival: Arrival, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> None:
+        def copy() -> None:
+            try:
+                self._copy(arrival, flat[offset : offset + nbytes], buffer.tensor[:nbytes])
+            finally:
+                buffer.release()
+
+        try:
+            machine.read(parameter.streamed_extent, offset, buffer.tensor, nbytes)
+        except BaseException as error:
+            failed(error)
+            raise
+        machine.copy_in(passed, copy, arrival.label, failed)
+
+    def _copy(self, arrival: Arrival, destination: torch.Tensor, source: torch.Tensor) -> None:
         machine = self._machine
         try:
             with machine.timeline.span("h2d", arrival.label, source.numel()):
-                moment = machine.link.copy_in(destination, source, after)
+                moment = machine.link.copy_in(destination, source)
                 machine.link.finish(moment)
         except BaseException as error:
             arrival.part_done(error)

@@ -165,7 +165,7 @@ class StateBuffer:
             else:
                 staged = self._compute_bytes().view(target.dtype)[part]
                 staged.copy_(master)
-                link.finish(link.copy_in(target, staged, None))
+                link.finish(link.copy_in(target, staged))
         elif not self._chunk.parameter.is_master:
             self._compute_bytes().view(self._chunk.parameter.compute_dtype)[part].copy_(master)
 

@@ -128,6 +128,22 @@ def test_a_shelf_hands_a_buffer_to_who_has_waited_longest() -> None:
     assert shelf.try_acquire() and not shelf.try_acquire()
 
 
+def test_who_needs_many_buffers_is_not_overtaken_by_who_needs_few() -> None:
+    clock = Clock(alone)
+    shelf = SimulatedShelf(clock, 3)
+
+    def uses(label: str, buffers: int) -> Thread:
+        yield from shelf.acquire(buffers)
+        yield job(label, 1.0)
+        shelf.release(buffers)
+
+    for label, buffers in (("two", 2), ("three", 3), ("one", 1), ("another", 2)):
+        clock.start(uses(label, buffers))
+    clock.run()
+    assert times(clock) == [("two", 0.0, 1.0), ("three", 1.0, 2.0), ("one", 2.0, 3.0), ("another", 2.0, 3.0)]
+    assert shelf.in_use == 0
+
+
 def test_a_countdown_of_nothing_is_over_at_once() -> None:
     called: list[str] = []
     Countdown(0, lambda: called.append("none"))

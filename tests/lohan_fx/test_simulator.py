@@ -293,6 +293,38 @@ def test_many_transfers_are_simulated_as_fewer(monkeypatch: pytest.MonkeyPatch) 
     assert coarse.step_s == pytest.approx(fine.step_s, rel=0.05)
 
 
+class Uneven(nn.Module):
+    """Many small layers and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OneLayer(pages) for pages in (*[8] * 30, 160))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x[: len(layer.weight)]) for layer in self.layers)  # type: ignore[return-value, arg-type]
+
+
+@pytest.mark.parametrize("buffers", [8, 24, 96])
+def test_small_layers_keep_their_buffers_where_large_ones_are_simulated_coarsely(
+    buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What of a small layer's gradients and states there is room for is what the drives work on while compute is slow."""
+    found = graphs.capture(Uneven(), torch.ones(160, PAGE // 4))
+    room = windows(
+        io_buffers=8, optimizer_buffers=buffers, gradient_buffers=8, gradient_bytes=8 * PAGE, chunk_elements=PAGE
+    )
+    plan = plan_for(found, Keep(), windows=room)
+
+    def slow(found: Cost) -> float:
+        return 120 * second_each(found)
+
+    fine = run(found, plan, machine(), slow)
+    monkeypatch.setattr(simulated_machine, "TRANSFERS", 700)
+    coarse = run(found, plan, machine(), slow)
+    assert len(coarse.events) < 0.6 * len(fine.events) and coarse.bytes == fine.bytes
+    assert coarse.step_s == pytest.approx(fine.step_s, rel=0.01)
+
+
 def test_the_chart_draws_what_is_simulated(tmp_path: Path) -> None:
     plan = plan_for(found := captured("dropout"), Swap(Tier.NVME))
     step = run(found, plan, machine())

@@ -63,6 +63,13 @@ def test_what_follows_the_last_fetch_is_counted_of_what_drives_bring() -> None:
     )
     assert last_fetch_s("first.weight") == 2 * mm + 3
     assert last_fetch_s() == 0.0
+    # A fetch of what is at home waits for its update.
+    updated = {"second.weight": 1, "first.weight": 0}
+    assert step_ends(halves, flops_as_seconds, ROOMY, (), updated).last_fetch_s == mm + 2
+    assert step_ends(halves, flops_as_seconds, ROOMY, ("first.weight",), updated).last_fetch_s == 2 * mm + 3
+    assert (
+        step_ends(halves, flops_as_seconds, ROOMY, ("first.weight",), {"second.weight": 1 << 20}).last_fetch_s == mm + 2
+    )
 
 
 def test_without_a_backward_nothing_is_updated() -> None:

@@ -68,6 +68,7 @@ def machine(
         h2d=Lane("h2d"),
         d2h=Lane("d2h"),
         cpu=Lane("cpu"),
+        moments=Lane("moments"),
         windows=windows,
         landing=Room(),
     )

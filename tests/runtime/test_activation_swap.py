@@ -287,7 +287,7 @@ class SlowLink(CpuLink):
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
         assert self.go.acquire(timeout=PATIENCE_S)
-        return super().copy_in(destination, source, after)
+        return super().copy_out(destination, source, after)
 
 
 @pytest.mark.parametrize("tier", TIERS)

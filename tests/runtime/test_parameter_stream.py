@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lohan_fx import ops
+from lohan_fx.errors import LohanError
 from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.device_link import CpuLink, Moment
 from lohan_fx.runtime.host_arena import HostArena
@@ -30,9 +31,11 @@ class LateLink(CpuLink):
         super().__init__(shares_memory=False)
         self.reached = threading.Event()
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
-        assert self.reached.wait(PATIENCE_S)
-        return super().copy_in(destination, source, after)
+    def mark(self) -> Moment:
+        return self.reached
+
+    def finish(self, moment: Moment) -> None:
+        assert moment is None or moment.wait(PATIENCE_S)
 
 
 def late(made: Machine) -> LateLink:
@@ -88,3 +91,66 @@ def test_closing_fails_what_has_no_buffer_yet(tmp_path: Path) -> None:
         made.close()
         del back, handle
         ops._expected.arrivals.clear()
+
+
+class MomentsLink(CpuLink):
+    """Each mark is a moment of its own, which the device reaches when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(shares_memory=False)
+
+    def mark(self) -> Moment:
+        return threading.Event()
+
+    def finish(self, moment: Moment) -> None:
+        if isinstance(moment, Exception):
+            raise moment
+        assert moment is None or moment.wait(PATIENCE_S)
+
+
+def test_a_copy_that_is_early_does_not_hold_up_another(tmp_path: Path) -> None:
+    with machine(tmp_path, shares_memory=False) as made:
+        made.link = link = MomentsLink()
+        marks = [link.mark(), link.mark()]
+        link.mark = lambda: marks.pop(0)  # type: ignore[method-assign]
+        reached, later = list(marks)
+        now, then = made.passing(), made.passing()
+        ran, copied = [], threading.Event()
+
+        def copy_now() -> None:
+            ran.append("now")
+            copied.set()
+
+        made.copy_in(then, lambda: ran.append("then"), "then", pytest.fail)
+        made.copy_in(now, copy_now, "now", pytest.fail)
+        reached.set()
+        assert copied.wait(PATIENCE_S)
+        assert ran == ["now"]
+        later.set()
+        made.drain(PATIENCE_S)
+        assert ran == ["now", "then"]
+
+
+def test_a_copy_fails_with_the_device(tmp_path: Path) -> None:
+    with machine(tmp_path, shares_memory=False) as made:
+        made.link = link = MomentsLink()
+        broken = RuntimeError("the device is gone")
+        link.mark = lambda: broken  # type: ignore[method-assign]
+        failures: list[BaseException] = []
+        made.copy_in(made.passing(), pytest.fail, "copy", failures.append)
+        made.drain(PATIENCE_S)
+        assert failures == [broken]
+
+
+def test_closing_fails_a_copy_whose_moment_has_not_come(tmp_path: Path) -> None:
+    with machine(tmp_path, shares_memory=False) as made:
+        made.link = link = MomentsLink()
+        marks = [link.mark(), link.mark()]
+        (first, _) = marks
+        link.mark = lambda: marks.pop(0)  # type: ignore[method-assign]
+        failures: list[BaseException] = []
+        made.passing()
+        made.copy_in(made.passing(), pytest.fail, "copy", failures.append)
+        threading.Timer(0.05, first.set).start()
+        made.close()
+        assert [type(error) for error in failures] == [LohanError]
