@@ -37,6 +37,7 @@ from workload import Streamed, case_arguments, chosen, streamed
 from lohan_fx.compile import compiled as compiled_model
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import lowest_tier
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import ALL
 
@@ -103,9 +104,8 @@ def same(plan: Plan, other: Plan) -> bool:
     """Whether a step does the same by both: they decide alike, and their windows are alike or nothing passes through them."""
     if (plan.activations, plan.parameters) != (other.activations, other.parameters):
         return False
-    moves = any(isinstance(a.decision, Swap) for a in plan.activations) or any(
-        Tier.NVME in (p.home, p.states_home, p.gradient_home) or p.gradient_home is not None for p in plan.parameters
-    )
+    swaps = any(isinstance(a.decision, Swap) for a in plan.activations)
+    moves = swaps or lowest_tier(plan) is Tier.NVME or any(p.gradient_home is not None for p in plan.parameters)
     return not moves or plan.windows == other.windows
 
 

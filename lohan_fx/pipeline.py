@@ -150,6 +150,8 @@ def _scheduled_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
 
 
 def rewrites_of(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput]) -> Rewrites:
+    """What makes the halves of any plan for ``joint``, which must be annotated."""
+
     def rewrite(plan: Plan) -> Halves:
         slots = range(len(plan.activations))
         return _rewrite(joint, plan, num_outputs, parameters, slots, checked=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 from torch.fx import GraphModule
@@ -27,13 +26,14 @@ from lohan_fx.problem import Budgets, Problem
 from lohan_fx.request import Request, node_seconds, plan_of_homes, settled
 from lohan_fx.simulated_step import Simulation, simulate_program, simulated_step_s
 from lohan_fx.simulated_waits import COMING_BACK, LEAVING, waits_s
-from lohan_fx.step_program import step_program
+from lohan_fx.step_program import StepProgram, step_program
 
 WORTH_PLACES = 0.005
 """Share of a step that places for values must save before a plan is made that leaves them memory."""
 PLACES_ATTEMPTS = 2
-SWAP_WINDOWS = (1, 2, 3, 4)
-"""Times the largest activation that is swapped: the windows that are tried."""
+SWAP_WINDOWS = ("swap_in_bytes", "swap_out_bytes")
+TIMES_LARGEST = (1, 2, 3, 4)
+"""The largest activation that is swapped, so many times: the windows that are tried."""
 ALL_OF_THEM = 2**62
 """Room for all values that can be given a place."""
 
@@ -54,15 +54,16 @@ class Rewrites:
         return self._peaks[key]
 
     def halves(self, plan: Plan) -> Halves:
-        before, self._last = self._last, None  # before the next are made: the halves of a large model are large
-        if before is None or _decided(before[0]) != _decided(plan):
-            before = None
+        """Those of ``plan``, until others are asked for: of the same decisions they are scheduled anew."""
+        last, self._last = self._last, None
+        if last is not None and _decided(last[0]) == _decided(plan):
+            if _scheduled(last[0]) != _scheduled(plan):
+                schedule(last[1], plan)
+            self._last = (plan, last[1])
+        else:
+            del last  # before the next are made: the halves of a large model are large
             self._last = (plan, self._rewrite(plan))
-            return self._last[1]
-        if _scheduled(before[0]) != _scheduled(plan):
-            schedule(before[1], plan)  # anew: starts go where these windows let them
-        self._last = (plan, before[1])
-        return before[1]
+        return self._last[1]
 
 
 def _of_graphs(plan: Plan) -> tuple[object, ...]:
@@ -137,20 +138,24 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
     per_byte_s = 0.0 if plan.division is None else plan.division.per_byte_s.get(Tier.DEVICE.value, 0.0)
 
     def simulated(tried: Plan) -> Simulation:
-        program = step_program(rewrites.halves(tried), tried, node_seconds(request), cost.handover_s(request.hw))
+        program = _program(tried, rewrites, request)
         return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS)
 
+    def with_price_s(tried: Plan) -> float:
+        more: int = sum(getattr(tried.windows, window) - getattr(problem.windows, window) for window in SWAP_WINDOWS)
+        return simulated(tried).step_s + per_byte_s * more
+
     began = simulated(_with_swap_out_room(plan, rewrites.halves(plan)))
-    worth_s = staging.WORTH_IT * began.step_s
-    if sum(waits_s(began).get(kind, 0.0) for kind in (COMING_BACK, LEAVING)) < worth_s:
+    waits, worth_s = waits_s(began), staging.WORTH_IT * began.step_s
+    if waits.get(COMING_BACK, 0.0) + waits.get(LEAVING, 0.0) < worth_s:
         return plan, problem
-    best, best_s = dataclasses.replace(plan, windows=with_swaps_of(plan.windows, problem.windows)), math.inf
-    for window in ("swap_in_bytes", "swap_out_bytes"):
-        base, windows = getattr(problem.windows, window), best.windows
-        for wider in sorted({base, *(max(base, largest * times) for times in SWAP_WINDOWS)}):
+    best = dataclasses.replace(plan, windows=with_swaps_of(plan.windows, problem.windows))
+    best_s = with_price_s(best)
+    for window in SWAP_WINDOWS:
+        windows = best.windows
+        for wider in (largest * times for times in TIMES_LARGEST if largest * times > getattr(windows, window)):
             tried = dataclasses.replace(plan, windows=dataclasses.replace(windows, **{window: wider}))
-            took_s = simulated(tried).step_s + per_byte_s * (wider - base)
-            if took_s < best_s - worth_s:
+            if (took_s := with_price_s(tried)) < best_s - worth_s:
                 best, best_s = tried, took_s
     asked = dataclasses.replace(problem, windows=with_swaps_of(problem.windows, best.windows))
     if asked.windows == problem.windows:
@@ -161,6 +166,10 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
         return plan, problem
     again_s = simulated(_with_swap_out_room(again, rewrites.halves(again))).step_s
     return (again, asked) if again_s < began.step_s else (plan, problem)
+
+
+def _program(plan: Plan, rewrites: Rewrites, request: Request) -> StepProgram:
+    return step_program(rewrites.halves(plan), plan, node_seconds(request), cost.handover_s(request.hw))
 
 
 def with_swaps_of(windows: Windows, other: Windows) -> Windows:
@@ -224,7 +233,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
     division, shared = plan.division, request.budgets.shared
     if division is None or all(p.home is Tier.DEVICE and p.states_home is not Tier.NVME for p in plan.parameters):
         return plan
-    program = step_program(rewrites.halves(plan), plan, node_seconds(request), cost.handover_s(request.hw))
+    program = _program(plan, rewrites, request)
 
     def step_s(windows: Windows) -> float:
         tried = dataclasses.replace(plan, windows=windows)
@@ -259,7 +268,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         return plan if again is None else again
     # What the buffers' bytes would save elsewhere is known at the margin only: the plan made for them must be faster.
     if again is not None:
-        made = step_program(rewrites.halves(again), again, node_seconds(request), cost.handover_s(request.hw))
+        made = _program(again, rewrites, request)
         if simulated_step_s(made, again, asked.hw, transfers=staging.TRANSFERS) < found.began_s:
             return again
     return _with_staging(plan, problem, rewrites, dataclasses.replace(request, chooses_sizes=False))

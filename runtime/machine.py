@@ -27,9 +27,9 @@ STATE_WRITE_PRIORITY = 3
 
 SSD_THREADS = 3
 """Per drive: as many requests at a time."""
-PASSED: Work[None] = Work.completed(None)
 OTHER_THREADS = 2
 """Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
+PASSED: Work[None] = Work.completed(None)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def test_what_comes_back_has_room_where_compute_would_wait_for_it(
 ) -> None:
     plan, step_s = wide
     largest = max(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
-    monkeypatch.setattr(plan_search, "SWAP_WINDOWS", ())
+    monkeypatch.setattr(plan_search, "TIMES_LARGEST", ())
     narrow, narrow_s = planned(found)
     assert plan.windows.swap_in_bytes >= largest > narrow.windows.swap_in_bytes
     assert step_s < 0.95 * narrow_s
