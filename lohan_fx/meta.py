@@ -39,7 +39,8 @@ class Cost:
     ``flops``, ``bytes`` (storage it allocates: 0 for a view) and ``touched_bytes`` (read and written) are numbers
     at the traced sizes; the ``*_expr`` are the same as sympy expressions where a size is symbolic. ``measured_s``:
     seconds on this machine, where ``op_times`` has measured them, without those for ``cleared_bytes``: memory that is fresh from
-    the kernel each time the op runs (``assign_buffers``).
+    the kernel each time the op runs (``assign_buffers``). ``runs_unread``: whether it must run, once, also if nothing reads what
+    it makes.
     """
 
     flops: int
@@ -53,6 +54,7 @@ class Cost:
     lane: Lane
     is_view: bool
     is_random: bool
+    runs_unread: bool = False
     measured_s: float | None = None
     cleared_bytes: int = 0
 

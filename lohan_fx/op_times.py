@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lohan_fx import meta
 from lohan_fx.meta import Lane
-from lohan_fx.passes.annotate import at_hint, runs_unread
+from lohan_fx.passes.annotate import at_hint
 from lohan_fx.passes.assign_buffers import into, is_assignable
 
 FIRST_RUNS = 3
@@ -99,7 +99,7 @@ def _is_timed(node: Node, device: torch.device) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     found = meta.cost(node)
-    if runs_unread(node) and not found.is_random:
+    if found.runs_unread and not found.is_random:
         return False
     if device.type == "cuda" and _reads_its_seed(node):
         return False

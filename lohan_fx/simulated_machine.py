@@ -249,7 +249,12 @@ class SimulatedMemory:
         self.curve: list[MemoryPoint] = []
 
     def touch(self, purpose: str, nbytes: int, buffers: int = 1) -> None:
-        """So much of the ``buffers`` that were acquired last is written. The pool hands out the one released last first."""
+        """So much of the ``buffers`` that were acquired last is written. The pool hands out the one released last first.
+
+        Beside a GPU it is pinned, and so there before.
+        """
+        if not self._machine.on_cpu:
+            return
         touched, end = self._touched[purpose], self._machine.pool[purpose].in_use
         for at in range(end - buffers, end):
             more = min(nbytes // buffers, self._sizes[purpose]) - touched[at]

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 
 from lohan_fx import meta
 from lohan_fx.meta import Cost, Phase
-from lohan_fx.passes.annotate import runs_unread
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def crossing_values(joint: GraphModule, num_outputs: int) -> list[Node]:
 
 def unread_ops(joint: GraphModule, phase: Phase) -> list[Node]:
     """The ops of ``phase`` that run whether or not anything reads them."""
-    return [n for n in joint.graph.nodes if runs_unread(n) and meta.cost(n).phase is phase]
+    return [n for n in joint.graph.nodes if meta.cost(n).runs_unread and meta.cost(n).phase is phase]
 
 
 def is_tangent(node: Node) -> bool:

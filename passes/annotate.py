@@ -71,6 +71,7 @@ def _cost(node: Node, layer: str, layer_kind: str) -> Cost:
         lane=_LANES.get(cast(Any, node.target), Lane.COMPUTE),
         is_view=view,
         is_random=is_random(node),
+        runs_unread=_runs_unread(node),
     )
 
 
@@ -203,9 +204,8 @@ def is_random(node: Node) -> bool:
     return True
 
 
-def runs_unread(node: Node) -> bool:
-    """Whether ``node`` must run, once, also if nothing reads what it makes: random ops, since the draws after it depend on
-    it, and those with an effect, such as ``aten._assert_async``."""
+def _runs_unread(node: Node) -> bool:
+    """Random ops do, since the draws after them depend on them, and those with an effect, such as ``aten._assert_async``."""
     return node.op == "call_function" and (is_random(node) or node.is_impure(impure_random=False))
 
 

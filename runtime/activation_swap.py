@@ -3,7 +3,8 @@
 Guarantees: ``swap_in`` returns at once, and ``swap_out`` unless more than ``leaving`` allows has not left yet: then it
 waits until it has (a plan's peak counts that much). A swapped-out tensor is held only until its bytes have left;
 its place in host memory or in the store is free again as soon as it is back, or when its handle dies without that
-(a forward whose backward never ran). A handle is good for one ``swap_in``.
+(a forward whose backward never ran). A handle is good for one ``swap_in``. A tensor that lies in another memory than the
+device's (seeds of fused attention do) has nowhere to go: it is held until it is asked for.
 
 Assumes: the handle's storage offset is left alone: it is the key by which the tensor is found again, and survives
 autograd's saving and unpacking of the handle.
@@ -65,6 +66,7 @@ class ActivationSwap:
         self._machine = machine
         self._arena = arena
         self._away: dict[int, _Swapped] = {}
+        self._elsewhere: dict[int, torch.Tensor] = {}
         self._abandoned: deque[_Swapped] = deque()
         self._keys = itertools.count(1)
         self._extents = itertools.count()
@@ -88,7 +90,7 @@ class ActivationSwap:
     @property
     def away(self) -> int:
         """How many tensors are away."""
-        return len(self._away)
+        return len(self._away) + len(self._elsewhere)
 
     def raise_failure(self) -> None:
         """Raise what kept a tensor that is away from getting there, as far as that is known by now."""
@@ -102,6 +104,9 @@ class ActivationSwap:
         machine = self._machine
         self._reclaim()
         key = next(self._keys)
+        if x.device.type != machine.device.type:
+            self._elsewhere[key] = x
+            return self._handle(key)
         shown = x.shape
         if 0 in x.stride():
             sizes = [1 if stride == 0 else size for size, stride in zip(shown, x.stride(), strict=True)]
@@ -121,15 +126,19 @@ class ActivationSwap:
         self._away[key] = away = _Swapped(
             left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent
         )
-        # Not a view: autograd would save a detached copy of one, and the original's death would abandon the tensor.
-        handle = ops.empty_handle(x.device)
-        handle.set_(handle.untyped_storage(), key, (0,), (1,))
-        weakref.finalize(handle, self._abandon, key)
+        handle = self._handle(key)
         off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
         after = machine.link.mark()
         for piece in pieces:
             leave = functools.partial(self._leave, away, moved, piece, after, off_device)
             machine.d2h.submit(leave, label=left.label)
+        return handle
+
+    def _handle(self, key: int) -> torch.Tensor:
+        # Not a view: autograd would save a detached copy of one, and the original's death would abandon the tensor.
+        handle = ops.empty_handle(self._machine.device)
+        handle.set_(handle.untyped_storage(), key, (0,), (1,))
+        weakref.finalize(handle, self._abandon, key)
         return handle
 
     def _leave(
@@ -185,7 +194,10 @@ class ActivationSwap:
 
     def swap_in(self, handle: torch.Tensor) -> torch.Tensor:
         """Start bringing back what ``handle`` stands for; ``ops.wait`` on the result waits for it."""
-        away = self._away.pop(int(handle.storage_offset()), None)
+        key = int(handle.storage_offset())
+        if (elsewhere := self._elsewhere.pop(key, None)) is not None:
+            return elsewhere
+        away = self._away.pop(key, None)
         if away is None:
             raise StepError(
                 "a swapped activation is asked for a second time: this backward ran before (retain_graph=True?); "
@@ -296,6 +308,7 @@ class ActivationSwap:
 
         The collector may run this anywhere, also on a thread that holds one of our locks; so it only takes a note.
         """
+        self._elsewhere.pop(key, None)
         away = self._away.pop(key, None)
         if away is not None:
             self._abandoned.append(away)

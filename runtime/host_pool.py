@@ -25,13 +25,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from lohan_fx.errors import LaneTimeout, LohanError
 from lohan_fx.runtime.huge_pages import PAGE_BYTES, map_memory
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.pinned_memory import pin as pin_memory
+from lohan_fx.runtime.pinned_memory import unpin
 
 __all__ = ["PAGE_BYTES", "Buffer", "HostPool", "Reservation", "page_padded_bytes"]
 
@@ -110,7 +112,7 @@ class HostPool:
         self._region, self._begin = _map_region(self._nbytes)
         self._address = torch.frombuffer(self._region, dtype=torch.uint8).data_ptr() + self._begin
         if pin:
-            _pin(self._address, self._nbytes)
+            pin_memory(self._address, self._nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +194,7 @@ class HostPool:
             region, self._region = self._region, None
             self._changed.notify_all()
         if self._pinned:
-            _unpin(self._address)
+            unpin(self._address)
         # Never region.close(): torch.frombuffer keeps the mmap object but no buffer export, so that would unmap
         # under live tensors. The pages go now, the addresses when the last reference (often ours) does.
         region.madvise(mmap.MADV_DONTNEED)
@@ -278,24 +280,3 @@ def _map_region(nbytes: int) -> tuple[mmap.mmap, int]:
             f"HostPool: the system refused to map {nbytes} bytes: {error.strerror}; "
             "lower the host memory budget or raise the process's limit (ulimit -v, vm.overcommit_memory)"
         ) from error
-
-
-def _pin(address: int, nbytes: int) -> None:
-    cudart: Any = torch.cuda.cudart()
-    portable = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as torch's own pin_memory does
-    status = int(cudart.cudaHostRegister(address, nbytes, portable))
-    if status != 0:
-        raise LohanError(
-            f"HostPool: cudaHostRegister of {nbytes} bytes failed with CUDA error {status}; "
-            "lower the host memory budget, or pass pin=False at the cost of slower, blocking transfers"
-        )
-
-
-def _unpin(address: int) -> None:
-    cudart: Any = torch.cuda.cudart()
-    status = int(cudart.cudaHostUnregister(address))
-    if status != 0:
-        raise LohanError(
-            f"HostPool: cudaHostUnregister failed with CUDA error {status}, perhaps of an earlier asynchronous call; "
-            "run with CUDA_LAUNCH_BLOCKING=1 to find that call"
-        )

@@ -17,7 +17,7 @@ PAGE_BYTES = 4096
 """What O_DIRECT wants of addresses, offsets and sizes; also the size of a page where we run."""
 
 
-def map_memory(nbytes: int) -> tuple[mmap.mmap, int]:
+def map_memory(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> tuple[mmap.mmap, int]:
     """Private zeroed memory that no fork inherits, and the offset in it from which ``nbytes`` are to be used.
 
     Only what is touched becomes resident: whole huge pages inside the ``nbytes``, single pages at their end. Where the
@@ -25,7 +25,7 @@ def map_memory(nbytes: int) -> tuple[mmap.mmap, int]:
     """
     whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     spare = HUGE_PAGE_BYTES if whole else 0  # kernels before 6.7 place a mapping on any page
-    region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = kind(-1, max(nbytes, PAGE_BYTES) + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_DONTFORK)
     begin = -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES if whole else 0
     if whole:

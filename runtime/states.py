@@ -16,6 +16,7 @@ import torch
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.runtime.host_pool import HostPool, Reservation, page_padded_bytes
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.pinned_memory import pinned
 from lohan_fx.runtime.slots import STATE_DTYPE, ParameterSlot, Residency
 
 STAGING_BYTES = 8 << 20
@@ -167,7 +168,7 @@ class States:
     def _move(self, slot: int, home: Tier, states_home: Tier | None, device: torch.device) -> None:
         parameter, resident = self._slots[slot], self._residency[slot]
         if parameter.trainable:
-            self._move_states(slot, memory_of(states_home, device))
+            self._move_states(slot, memory_of(states_home, device), device)
         wanted = None if home is Tier.NVME else home is Tier.DEVICE
         found = None if resident.compute is None else resident.on_device
         if wanted == found:
@@ -179,16 +180,18 @@ class States:
             resident.compute = resident.master
         else:
             value = self.read_parameter(slot).reshape(-1).to(parameter.compute_dtype)
-            resident.compute = value.to(device) if wanted else value
+            resident.compute = value.to(device) if wanted else _for_copies(value, device)
         resident.on_device = bool(wanted)
 
-    def _move_states(self, slot: int, memory: torch.device | None) -> None:
+    def _move_states(self, slot: int, memory: torch.device | None, device: torch.device) -> None:
         """Move the states of ``slot`` into ``memory``; None is NVMe."""
         parameter, resident = self._slots[slot], self._residency[slot]
         if resident.master is None if memory is None else _same(resident.master, memory):
             return
         if memory is not None:
             master = self.read_parameter(slot).reshape(-1).to(memory)
+            if parameter.is_master and memory == CPU:
+                master = _for_copies(master, device)  # which computes with it
             exp_avg, exp_avg_sq = (moment.reshape(-1).to(memory) for moment in self.read_moments(slot))
             resident.master, resident.exp_avg, resident.exp_avg_sq = master, exp_avg, exp_avg_sq
             return
@@ -261,6 +264,13 @@ class States:
                     staged = piece if through is None else piece.to(through)
                     buffer.tensor[:nbytes].view(dtype).copy_(staged)
                     self._store.write(extent, offset + start * dtype.itemsize, buffer.tensor, nbytes)
+
+
+def _for_copies(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``value``, flat and in host memory, where ``device`` can copy it from by itself."""
+    if device.type != "cuda":
+        return value
+    return pinned(value.numel(), value.dtype).copy_(value)
 
 
 def memory_of(home: Tier | None, device: torch.device) -> torch.device | None:

@@ -93,3 +93,20 @@ def parameter(
     trainable: bool = True,
 ) -> ParameterSlot:
     return ParameterSlot(slot, name, torch.Size(shape), compute, master, trainable)
+
+
+class FakeCudart:
+    """Stands in for torch.cuda.cudart(), which cannot be had without a GPU."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.status == 0:
+            self.registered[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0

@@ -6,6 +6,7 @@ import errno
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_nothing_of_a_value_that_trains_is_recorded(tier: str, rig: Rig) -> None
     assert rig.arena._memory is not None and not rig.arena._memory.requires_grad
     with rig.machine.pool.acquire("swap_out") as staging:
         assert not staging.tensor.requires_grad
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_lies_in_another_memory_is_held(tier: str, rig: Rig) -> None:
+    x = torch.empty(3, device="meta")
+    handle = rig.swap.swap_out(x, tier)
+    assert rig.swap.away == 1 and rig.whole()
+    assert rig.back(handle) is x and rig.swap.away == 0
+    with pytest.raises(StepError, match="asked for a second time"):
+        rig.swap.swap_in(handle)
+    held = weakref.ref(x)
+    handle = rig.swap.swap_out(x, tier)
+    del x, handle
+    gc.collect()
+    assert held() is None
 
 
 def test_many_at_once_in_any_order(rig: Rig) -> None:

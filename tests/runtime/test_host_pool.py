@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lohan_fx.errors import LaneTimeout, LohanError
 from lohan_fx.runtime.host_pool import PAGE_BYTES, Buffer, HostPool, Reservation, page_padded_bytes
+from tests.runtime.rig import FakeCudart
 
 PATIENCE_S = 10.0
 MIB = 1024 * 1024
@@ -241,23 +242,6 @@ def test_pinned_buffers_are_pinned_and_copy_without_blocking() -> None:
         assert on_device.eq(3).all().item()
     again = HostPool({"a": Reservation(2, MIB)}, pin=True)
     again.close()
-
-
-class FakeCudart:
-    """Stands in for torch.cuda.cudart(), which cannot be had without a GPU."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if self.status == 0:
-            self.registered[address] = nbytes
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
 
 
 @pytest.mark.parametrize("status", [0, 2])

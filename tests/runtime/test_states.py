@@ -19,7 +19,7 @@ from lohan_fx.runtime import states as states_module
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.states import States
-from tests.runtime.rig import CHUNK_ELEMENTS, parameter
+from tests.runtime.rig import CHUNK_ELEMENTS, FakeCudart, parameter
 from tests.runtime.test_generations import flip
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -75,8 +75,8 @@ class Rig:
                 for ours, expected in zip(self.states.read_moments(slot), self.moments(slot), strict=True):
                     assert ours.dtype == torch.float32 and torch.equal(ours, expected)
 
-    def move(self, homes: dict[int, tuple[Tier, Tier]]) -> None:
-        self.states.apply_homes(plan(*(planned(self.slots[slot], *home) for slot, home in homes.items())), CPU)
+    def move(self, homes: dict[int, tuple[Tier, Tier]], device: torch.device = CPU) -> None:
+        self.states.apply_homes(plan(*(planned(self.slots[slot], *home) for slot, home in homes.items())), device)
 
 
 def planned(slot: ParameterSlot, home: Tier, states_home: Tier) -> ParameterPlan:
@@ -172,6 +172,24 @@ def test_any_moves_with_writes_between(
         if rig.slots[slot].trainable:
             rig.states.write_moments(slot, *rig.moments(slot))
         rig.check()
+
+
+@pytest.mark.parametrize("states_home", [Tier.HOST, Tier.NVME])
+def test_what_a_gpu_copies_from_host_memory_is_pinned(
+    states_home: Tier, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = FakeCudart(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    rig.fill()
+    rig.move(dict.fromkeys(rig.slots, (Tier.HOST, states_home)), torch.device("cuda"))
+    copied = {slot: rig.residency[slot].compute for slot, found in rig.slots.items() if found.numel}
+    assert all(copy is not None and copy.data_ptr() in cudart.registered for copy in copied.values())
+    assert len(cudart.registered) == len(rig.slots)
+    rig.check()
+    del copied
+    rig.move(dict.fromkeys(rig.slots, (Tier.NVME, Tier.NVME)), torch.device("cuda"))
+    assert not cudart.registered
+    rig.check()
 
 
 def test_an_update_in_memory_survives_the_move_to_the_store(rig: Rig) -> None:
