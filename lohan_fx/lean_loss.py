@@ -41,8 +41,8 @@ def with_lean_loss(model: nn.Module) -> nn.Module:
             "compile the model without with_lean_loss"
         )
     setattr(model, "loss_function", lean_causal_loss)  # noqa: B010  a property, which mypy does not know
-    if "forward" in vars(model):
-        patched = model.forward
+    patched = vars(model).get("forward")
+    if patched is not None and getattr(patched, "__self__", None) is not model:
 
         @functools.wraps(patched)
         def of_patched(*args: Any, **kwargs: Any) -> Any:
@@ -51,16 +51,21 @@ def with_lean_loss(model: nn.Module) -> nn.Module:
         model.forward = of_patched
         return model
 
-    @functools.wraps(type(model).forward)
-    def of_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _without_logits(type(self).forward(self, *args, **kwargs))
+    @functools.wraps(type(model).forward if patched is None else patched.__func__)
+    def of_model(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = type(self).forward if patched is None else patched.__func__
+        return _without_logits(original(self, *args, **kwargs))
 
     # A method, which a copy of the model binds to itself.
-    model.forward = types.MethodType(of_class, model)
+
+    model.forward = types.MethodType(of_model, model)
     return model
 
 
 def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):  # with return_dict=False; the loss comes first, where there is one
+        has_loss = isinstance(output[0], torch.Tensor) and not output[0].dim()
+        return (output[0], *output[2:]) if has_loss else output
     if output.loss is None:
         return output
     # Made anew: setting the field to None would leave the logits among the output's items.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,18 @@ def test_logits_come_back_only_where_there_is_no_loss() -> None:
     assert lean(input_ids=batch["input_ids"]).logits.shape == (*batch["input_ids"].shape, VOCABULARY)
 
 
+def test_a_tuple_has_no_logits_either() -> None:
+    lean: Any = with_lean_loss(llama())
+    batch = tokens()
+    expected, *others = lean(**batch, use_cache=True).to_tuple()
+    loss, *rest = lean(**batch, use_cache=True, return_dict=False)
+    assert torch.equal(loss, expected) and len(rest) == len(others) == 1
+    assert lean(batch["input_ids"], return_dict=False, use_cache=False)[0].shape == (
+        *batch["input_ids"].shape,
+        VOCABULARY,
+    )
+
+
 def test_a_count_that_is_given_divides() -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 16, VOCABULARY), torch.randint(0, VOCABULARY, (2, 16))
@@ -75,8 +88,12 @@ def test_forward_keeps_its_argument_names(patched: bool) -> None:
     assert lean.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1] == 18
 
 
-def test_a_copy_has_its_own_parameters() -> None:
-    lean: Any = with_lean_loss(llama())
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_copy_has_its_own_parameters(patched: bool) -> None:
+    model: Any = llama()
+    if patched:
+        model.forward = types.MethodType(type(model).forward, model)
+    lean: Any = with_lean_loss(model)
     twin = copy.deepcopy(lean)
     batch = tokens()
     expected = lean(**batch).loss
