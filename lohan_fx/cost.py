@@ -15,7 +15,7 @@ from lohan_fx.cost_models import lohan
 from lohan_fx.cost_models.lohan import ADAM_TOUCHED_BYTES, STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane
-from lohan_fx.plan import Stage
+from lohan_fx.plan import Stage, Tier
 
 __all__ = [
     "ADAM_TOUCHED_BYTES",
@@ -23,6 +23,7 @@ __all__ = [
     "STATE_BYTES",
     "Work",
     "backward_stage",
+    "coming_back_s",
     "forward_stage",
     "node_seconds",
     "optimizer_stage",
@@ -39,18 +40,19 @@ NO_DRIVE = math.ulp(0.0)
 class Work:
     """What one training step does. Symbols of LoHan beside the names.
 
-    ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes
-    from NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is
-    what exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
-    computes for ``last_fetch_s`` when the last is there. ``state_*_bytes`` (12P read, 14P written) and ``adam_parameters``:
-    of updates in the backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those among them for which compute
-    waits after ``blocking_hidden_s``; ``late_*``: of those after it, because their gradients come last or because the plan has
-    a stage for them; ``next_*``: of those beside the forward, which updates what the step before left. Of both kinds the
-    gradients were written to NVMe in the backward as far as ``*held_nvme_bytes`` says. ``repeated_*``:
-    of updates that are made a second time beside the backward, where their states are read again, and written.
-    ``*returned_bytes``: of parameters that stay on a GPU and are updated by the CPU, which copies them back.
-    ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler). ``*_requests``: reads and writes
-    of the drives, which on a CPU take processor time.
+    ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes from
+    NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is what
+    exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
+    computes for ``last_fetch_s`` when the last is there. ``state_*_bytes`` (12P read, 14P written) and
+    ``adam_parameters``: of updates in the backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those
+    among them for which compute waits after ``blocking_hidden_s``; ``coming_back_s``: what it waits for activations
+    that are needed back sooner than they can be (``coming_back_s``, each by itself); ``late_*``: of those after it,
+    because their gradients come last or because the plan has a stage for them; ``next_*``: of those beside the forward,
+    which updates what the step before left. Of both kinds the gradients were written to NVMe in the backward as far as
+    ``*held_nvme_bytes`` says. ``repeated_*``: of updates that are made a second time beside the backward, where their
+    states are read again, and written. ``*returned_bytes``: of parameters that stay on a GPU and are updated by the
+    CPU, which copies them back. ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler).
+    ``*_requests``: reads and writes of the drives, which on a CPU take processor time.
     """
 
     forward_s: float
@@ -76,6 +78,7 @@ class Work:
     blocking_read_bytes: int = 0
     blocking_write_bytes: int = 0
     blocking_hidden_s: float = 0.0
+    coming_back_s: float = 0.0
     next_held_nvme_bytes: int = 0
     next_state_read_bytes: int = 0
     next_state_write_bytes: int = 0
@@ -119,6 +122,16 @@ def node_seconds(cost: Cost, hw: HardwareProfile, dtype_rate: float) -> float:
 def handover_s(hw: HardwareProfile) -> float:
     """Seconds that compute loses by handing a transfer over: none beside a GPU, which computes on meanwhile."""
     return hw.handover_s if hw.device == "cpu" else 0.0
+
+
+def coming_back_s(hw: HardwareProfile, nbytes: int, tier: Tier, away_s: float) -> float:
+    """Seconds that compute waits for an activation swapped to ``tier`` that it needs back after ``away_s``: nothing of it is
+    read before all of it is written. Pieces of it pass from lane to lane, of which the slower one counts."""
+    ways = [(hw.d2h_bytes_per_s, hw.ssd_write_bytes_per_s), (hw.h2d_bytes_per_s, hw.ssd_read_bytes_per_s)]
+    if hw.device == "cpu":
+        ways[1] = (math.inf, hw.ssd_read_bytes_per_s)  # read to where it belongs
+    rates = [link if tier is Tier.HOST else min(link, drives or NO_DRIVE) for link, drives in ways]
+    return max(0.0, sum(nbytes / rate for rate in rates) - away_s)
 
 
 def values(work: Work, hw: HardwareProfile) -> dict[str, float]:

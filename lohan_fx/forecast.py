@@ -24,9 +24,10 @@ from lohan_fx.cost import Work
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import lowest_tier
 from lohan_fx.meta_capture import MetaCapture
-from lohan_fx.pipeline import plan_training, work_of
+from lohan_fx.pipeline import plan_training
 from lohan_fx.plan import SUM_BYTES, Plan, Prediction, Stage, Swap, Tier
 from lohan_fx.policies import named
+from lohan_fx.predict import work_of
 from lohan_fx.request import Request
 from lohan_fx.simulator import Simulation, simulate
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ from lohan_fx.memory_model import parameter_bytes
 from lohan_fx.passes.decision_model import Adds, Model, Quantity, Size, Solution, Thing, quantities_of
 from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.search import read, useful
+from lohan_fx.placement import placed
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, ParameterFacts, Problem
+from lohan_fx.problem import ParameterFacts, Problem
 from lohan_fx.step_time import device_of, fetches_of, handover_adds, parameter_adds, quantities_of_plan, stage_lanes
 
 
@@ -70,7 +71,8 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
     parts = independent_parts(found)
     mandatory = Counter(found.activations[name].bytes for name in found.mandatory)
     sizes = sorted({nbytes for part in parts for nbytes in part.bytes if nbytes is not None} | set(mandatory))
-    decisions = tuple(_decisions(nbytes, hw, shared=budgets.shared) for nbytes in sizes)
+    decisions = tuple(_decisions(nbytes, problem, hw) for nbytes in sizes)
+    waits_s = _waits_s(problem)
     alike: dict[tuple[object, ...], list[ParameterFacts]] = {}
     for p in problem.parameters:
         ends = (
@@ -86,7 +88,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
         model=Model(
             blocks=parts,
             sizes=tuple(
-                Size(nbytes, mandatory[nbytes], tuple(_moved(problem, nbytes, d) for d in options))
+                Size(nbytes, mandatory[nbytes], tuple(_moved(problem, waits_s, nbytes, d) for d in options))
                 for nbytes, options in zip(sizes, decisions, strict=True)
             ),
             things=tuple(
@@ -111,11 +113,11 @@ def _blocking(problem: Problem, p: ParameterFacts) -> tuple[float, float] | None
 # --- what there is to choose from -----------------------------------------------------------------------------
 
 
-def _decisions(nbytes: int, hw: HardwareProfile, *, shared: bool) -> tuple[Decision, ...]:
+def _decisions(nbytes: int, problem: Problem, hw: HardwareProfile) -> tuple[Decision, ...]:
     """What may happen to a saved activation. On a CPU host memory is what it is in already."""
-    if nbytes < SMALL_ACTIVATION_BYTES:
+    if nbytes < problem.small_activation_bytes:
         return (Keep(),)
-    host: tuple[Decision, ...] = () if shared else (Swap(Tier.HOST),)
+    host: tuple[Decision, ...] = () if problem.budgets.shared else (Swap(Tier.HOST),)
     return Keep(), *host, *((Swap(Tier.NVME),) if hw.nvme else ())
 
 
@@ -145,12 +147,24 @@ def _times(p: ParameterFacts, problem: Problem, at: Homes) -> tuple[bool, ...]:
     return (True, False) if may and _placed(p, at).may_be_updated_twice else (False,)
 
 
-def _moved(problem: Problem, nbytes: int, decision: Decision) -> Adds:
+def _waits_s(problem: Problem) -> dict[tuple[int, Tier], float]:
+    """What compute waits at least for an activation of a size that is swapped to a tier, and comes back."""
+    found: dict[tuple[int, Tier], float] = {}
+    for name, activation in problem.activations.activations.items():
+        for tier in (Tier.HOST, Tier.NVME):
+            wait_s = problem.coming_back_s.get((name, tier), 0.0)
+            found[activation.bytes, tier] = min(wait_s, found.get((activation.bytes, tier), math.inf))
+    return found
+
+
+def _moved(problem: Problem, waits_s: Mapping[tuple[int, Tier], float], nbytes: int, decision: Decision) -> Adds:
     q = Quantity
     if isinstance(decision, Keep):
         return {q.DEVICE: nbytes, q.HOST: nbytes} if problem.budgets.shared else {q.DEVICE: nbytes}
-    to = q.HOST if decision == Swap(Tier.HOST) else q.SWAPPED_NVME
-    return {q.SWAPPED: nbytes, to: nbytes, **handover_adds(problem, 1, 1)}
+    assert isinstance(decision, Swap)
+    to = q.HOST if decision.tier is Tier.HOST else q.SWAPPED_NVME
+    wait_s = waits_s[nbytes, decision.tier]
+    return {q.SWAPPED: nbytes, to: nbytes, q.COMING_BACK_S: wait_s, **handover_adds(problem, 1, 1)}
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
@@ -175,15 +189,17 @@ def _placed(p: ParameterFacts, at: Homes) -> ParameterPlan:
 
 def plans_of(joint: JointModel, solution: Solution) -> tuple[Plan, ...]:
     """Plans that decide as ``solution`` does, in whole numbers: with activations placed in the order in which they are
-    needed back, if that fits as many, and size by size."""
+    needed back, if that fits as many, and size by size, unless they take turns: then all of one size might go, which is
+    soon needed back, for the sake of less than anyone could measure."""
     saved = set(joint.problem.activations.mandatory)
     for block, counts in zip(joint.model.blocks, solution.saved, strict=True):
         saved |= saved_names(block, [round(count) for count in counts])
     saved = read(joint.problem.activations, saved) | joint.problem.activations.mandatory
     treated = [[round(count) for count in counts] for counts in solution.treated]
-    ordered = placed_in_order(joint.problem, saved, *activation_room(joint, solution))
-    by_size = _placed_by_size(joint, saved, solution)
-    return tuple(plan_of(joint, decisions, treated) for decisions in (ordered, by_size))
+    decided = [placed(joint.problem, saved, *_activation_room(joint, solution))]
+    if not joint.problem.in_turns:
+        decided.append(_placed_by_size(joint, saved, solution))
+    return tuple(plan_of(joint, decisions, treated) for decisions in decided)
 
 
 def parameters_of(joint: JointModel, loose: Solution) -> tuple[list[list[int]], ...]:
@@ -256,38 +272,22 @@ def _spread(options: Sequence[Homes], counts: Sequence[int]) -> list[Homes]:
     return [at for _, _, at in sorted(placed, key=lambda place: place[:2])]
 
 
-def activation_room(joint: JointModel, solution: Solution) -> tuple[int, int]:
-    """Bytes that ``solution`` gives to activations that are kept, and to those swapped to host."""
+def _activation_room(joint: JointModel, solution: Solution) -> tuple[int, int]:
+    """Bytes that ``solution`` gives to activations that are kept, and to those swapped to host, which may also have what it
+    leaves of a memory of their own."""
     room = {Keep(): 0.0, Swap(Tier.HOST): 0.0}
     for size, decisions, counts in zip(joint.model.sizes, joint.decisions, solution.placed, strict=True):
         for decision, count in zip(decisions, counts, strict=True):
             if decision in room:
                 room[decision] += size.bytes * count
-    return int(room[Keep()]), int(room[Swap(Tier.HOST)])
-
-
-def placed_in_order(problem: Problem, saved: Collection[str], keep_bytes: int, host_bytes: int) -> dict[str, Decision]:
-    """Where each saved activation goes: the last produced stay (they are needed back first), the first go to NVMe
-    (they are away longest; mechanisms B4 leaves this open)."""
-    decisions: dict[str, Decision] = {}
-    kept = swapped = 0
-    for name in reversed(useful(problem.activations)):
-        nbytes = problem.activations.activations[name].bytes
-        if name not in saved:
-            decisions[name] = Recompute()
-        elif kept + nbytes <= keep_bytes or nbytes < SMALL_ACTIVATION_BYTES:
-            decisions[name] = Keep()
-            kept += nbytes
-        elif swapped + nbytes <= host_bytes:
-            decisions[name] = Swap(Tier.HOST)
-            swapped += nbytes
-        else:
-            decisions[name] = Swap(Tier.NVME)
-    return decisions
+    left = 0.0
+    if not joint.problem.budgets.shared:
+        left = max(0.0, joint.model.limits[Quantity.HOST] - solution.quantities[Quantity.HOST])
+    return int(room[Keep()]), int(room[Swap(Tier.HOST)] + left)
 
 
 def _placed_by_size(joint: JointModel, saved: Collection[str], solution: Solution) -> dict[str, Decision]:
-    """The same, but of each size exactly as many to each place as ``solution`` says."""
+    """As ``placed`` in order, but of each size exactly as many to each place as ``solution`` says."""
     left: dict[int, Iterator[Decision]] = {}
     for size, decisions, counts in zip(joint.model.sizes, joint.decisions, solution.placed, strict=True):
         spread = (itertools.repeat(d, round(count)) for d, count in zip(decisions, counts, strict=True))

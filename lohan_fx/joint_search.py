@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from lohan_fx.division import division_of
 from lohan_fx.errors import NoDrive
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.joint_model import JointModel, joint_model, parameters_of, placed_in_order, plan_of, plans_of
+from lohan_fx.joint_model import JointModel, joint_model, parameters_of, plan_of, plans_of
 from lohan_fx.memory_model import check, missing, resident_bytes
 from lohan_fx.passes.decision_model import Adds, Quantity
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import Choice, search, useful
+from lohan_fx.placement import placed
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Windows
 from lohan_fx.plan_builder import build_plan, default_homes, saving
 from lohan_fx.prefetch import with_prefetch
@@ -144,7 +145,7 @@ def _walk(joint: JointModel, treated: Sequence[Sequence[int]], hw: HardwareProfi
         return joint.model.seconds(total)
 
     choice = search(problem.activations, step_s)
-    return plan_of(joint, placed_in_order(problem, choice.saved, keep, host), treated), choice
+    return plan_of(joint, placed(problem, choice.saved, keep, host), treated), choice
 
 
 def _worth_s(problem: Problem, found: Found) -> float:

@@ -2,13 +2,14 @@
 
 The model is on ``meta`` (or anywhere: its values are not read). Its parameters become shells without a store, its
 buffers zeros, and Dynamo and AOTAutograd trace it exactly as ``compile`` would, on the CPU, whatever machine the plan
-is for. Of equal blocks only the first few are traced; ``unroll_blocks`` instantiates the others.
+is for; attention with dropout is a GPU's where it is for one (``gpu_attention``). Of equal blocks only the first few
+are traced; ``unroll_blocks`` instantiates the others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.fx import GraphModule
 from lohan_fx.capture import capture_errors, parameters_of, prepare_dynamo, shells_among
 from lohan_fx.equal_blocks import EqualBlocks, equal_blocks, truncated
 from lohan_fx.errors import CaptureError
+from lohan_fx.gpu_attention import with_gpu_attention
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import ParameterInput
 from lohan_fx.passes.unroll_blocks import LEAST_BLOCKS, BlocksDiffer, unroll_blocks
@@ -54,21 +56,23 @@ class _Taken(Exception):
 
 
 def meta_capture(
-    model: nn.Module, inputs: Mapping[str, Any], *, compute_dtype: torch.dtype, unroll: bool = True
+    model: nn.Module, inputs: Mapping[str, Any], *, compute_dtype: torch.dtype, device: str = "cpu", unroll: bool = True
 ) -> MetaCapture:
-    """Trace ``model`` for training with ``inputs``. It is used up: it loses its parameters, and most of its blocks.
+    """Trace ``model`` for training with ``inputs`` on a ``device`` ("cpu" or "cuda"). It is used up: it loses its parameters, and
+    most of its blocks.
 
     Raises ``CaptureError`` where the model cannot be captured as one graph.
     """
     facts = _facts(model, compute_dtype)
     slots = {fact.name: slot for slot, fact in enumerate(facts)}
+    trace = functools.partial(_trace, model, inputs, compute_dtype, slots, device)
     blocks, note = equal_blocks(model) if unroll else (None, "every block was traced, as asked")
     if blocks is not None and len(blocks.blocks) > LEAST_BLOCKS:
         try:
-            return _unrolled(model, inputs, compute_dtype, facts, slots, blocks)
+            return _unrolled(model, trace, facts, slots, blocks)
         except (BlocksDiffer, CaptureError) as error:
             note = f"every block was traced: {str(error).splitlines()[0]}"
-    taken = _trace(model, inputs, compute_dtype, slots)
+    taken = trace()
     annotate(taken.joint)
     notes = (note,) if note and unroll else ()
     return MetaCapture(taken.joint, taken.num_outputs, taken.parameters, facts, len(taken.joint.graph.nodes), notes)
@@ -76,15 +80,14 @@ def meta_capture(
 
 def _unrolled(
     model: nn.Module,
-    inputs: Mapping[str, Any],
-    compute_dtype: torch.dtype,
+    trace: Callable[[], _Taken],
     facts: tuple[ParameterFacts, ...],
     slots: Mapping[str, int],
     blocks: EqualBlocks,
 ) -> MetaCapture:
     count = len(blocks.blocks)
     with truncated(blocks, LEAST_BLOCKS):
-        taken = _trace(model, inputs, compute_dtype, slots)
+        taken = trace()
     annotate(taken.joint)
     joint, names = unroll_blocks(
         taken.joint, prefix=blocks.path, count=count, num_outputs=taken.num_outputs, parameters=taken.parameters
@@ -106,7 +109,9 @@ def _facts(model: nn.Module, compute_dtype: torch.dtype) -> tuple[ParameterFacts
 # --- tracing --------------------------------------------------------------------------------------------------
 
 
-def _trace(model: nn.Module, inputs: Mapping[str, Any], compute_dtype: torch.dtype, slots: Mapping[str, int]) -> _Taken:
+def _trace(
+    model: nn.Module, inputs: Mapping[str, Any], compute_dtype: torch.dtype, slots: Mapping[str, int], device: str
+) -> _Taken:
     prepare_dynamo()
     _replace_parameters(model, compute_dtype, slots)
     _materialise_buffers(model)
@@ -116,7 +121,7 @@ def _trace(model: nn.Module, inputs: Mapping[str, Any], compute_dtype: torch.dty
 
     # Dynamo keeps what it learns with the code object: with one of its own, that goes when the call does.
     call.__code__ = call.__code__.replace()
-    compiled = torch.compile(call, backend=_take, fullgraph=True, dynamic=False)
+    compiled = torch.compile(call, backend=functools.partial(_take, device=device), fullgraph=True, dynamic=False)
     try:
         with capturing(), capture_errors(), torch.enable_grad():
             compiled(**{name: _on_cpu(value) for name, value in inputs.items()})
@@ -131,8 +136,10 @@ def _trace(model: nn.Module, inputs: Mapping[str, Any], compute_dtype: torch.dty
     )
 
 
-def _take(gm: GraphModule, example_inputs: list[Any]) -> Any:
+def _take(gm: GraphModule, example_inputs: list[Any], *, device: str) -> Any:
     """A ``torch.compile`` backend that stops where the joint graph is known."""
+    if device == "cuda":
+        with_gpu_attention(gm)
     found = shells_among(example_inputs)
 
     def take(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule
 
-from lohan_fx import cost, inductor
-from lohan_fx.cost import Work
+from lohan_fx import inductor
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.memory_model import resident_bytes
 from lohan_fx.op_times import time_ops
@@ -21,7 +20,6 @@ from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.insert_swaps import insert_swaps
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
-from lohan_fx.passes.traffic import traffic
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import Plan
 from lohan_fx.plan_search import Rewrites, search
@@ -103,11 +101,6 @@ def plan_training(
 def replan(joint: GraphModule, num_outputs: int, parameters: dict[str, ParameterInput], request: Request) -> Plan:
     """The plan that ``request`` would get for a joint graph that was compiled before, with its prediction."""
     return plan_training(joint, request, num_outputs=num_outputs, parameters=parameters)[1]
-
-
-def work_of(halves: Halves, plan: Plan, request: Request) -> Work:
-    """What a step of ``halves`` does, for a cost model."""
-    return traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
 
 
 def compile_inference(

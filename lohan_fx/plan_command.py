@@ -156,7 +156,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     with _no_warnings():
         source = source_of(arguments.model)
     asked = asked_for(arguments)
-    make = functools.partial(_captured, dtype=asked.compute_dtype, lean=arguments.lean_loss)
+    make = functools.partial(_captured, dtype=asked.compute_dtype, device=asked.hw.device, lean=arguments.lean_loss)
     subjects = _Subjects(functools.partial(make, source), batch, seq)
     name = Path(source.name).name if source.is_code else source.name
     if arguments.vary is not None:
@@ -232,7 +232,7 @@ class _Subjects:
 
 
 def _captured(
-    source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, lean: bool = False
+    source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, device: str, lean: bool = False
 ) -> Subject:
     """``ValueError`` where a config's model cannot be traced; of the user's own code the error is shown as it is."""
     try:
@@ -241,7 +241,7 @@ def _captured(
                 example = source.make(batch, seq)
             model = with_lean_loss(example.model) if lean else example.model
             with _no_warnings():
-                capture = meta_capture(model, example.inputs, compute_dtype=dtype)
+                capture = meta_capture(model, example.inputs, compute_dtype=dtype, device=device)
     except (CaptureError, TorchDynamoException) as error:
         if source.is_code:
             raise

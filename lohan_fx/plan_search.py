@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from torch.fx import GraphModule
@@ -19,6 +20,7 @@ from lohan_fx.passes.liveness import device_peak, swap_out_room
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.traffic import fetch_counts, traffic
+from lohan_fx.passes.turn import seconds_away
 from lohan_fx.plan import Plan, Share, Swap, Tier, Use, Windows
 from lohan_fx.planner import make_plan
 from lohan_fx.predict import BUFFERS_ROOM_BYTES
@@ -34,6 +36,8 @@ PLACES_ATTEMPTS = 2
 SWAP_WINDOWS = ("swap_in_bytes", "swap_out_bytes")
 TIMES_LARGEST = (1, 2, 3, 4)
 """The largest activation that is swapped, so many times: the windows that are tried."""
+SPARE_TRIPS = 2
+"""What is away for no longer than it takes and so many activations more may stand behind them in line."""
 ALL_OF_THEM = 2**62
 """Room for all values that can be given a place."""
 
@@ -113,6 +117,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         holds=request.holds,
         handover_s=cost.handover_s(request.hw),
     )
+    problem = _with_turn(problem, keeping, request)
     plan, problem = _running_ahead(make_plan(problem, request.hw), problem, rewrites, request)
     plan, places_bytes = _with_places(plan, problem, rewrites, request)
     if places_bytes:
@@ -123,49 +128,88 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
     return _with_swap_out_room(_moved(plan, places_bytes, Use.CAPTURE, Use.PLACES), rewrites.halves(plan))
 
 
+def _with_turn(problem: Problem, keeping: Halves, request: Request) -> Problem:
+    """``problem`` with what is known of activations at the turn from forward to backward, where ``keeping`` keeps them all."""
+    activations = problem.activations.activations
+    away_s = {name: s for name, s in seconds_away(keeping, node_seconds(request)).items() if name in activations}
+    tiers = Tier.HOST, Tier.NVME
+    # As long as it takes is how long what is needed back at once would be waited for.
+    takes_s = {(n, t): cost.coming_back_s(request.hw, activations[n].bytes, t, 0.0) for n in away_s for t in tiers}
+    late_s = {(name, tier): seconds - away_s[name] for (name, tier), seconds in takes_s.items()}
+    spare_s = SPARE_TRIPS * max(
+        (takes_s[at] for at, late in late_s.items() if at[1] is Tier.HOST and late <= 0), default=0
+    )
+    return dataclasses.replace(
+        problem,
+        coming_back_s={at: late for at, late in late_s.items() if late > 0},
+        soon_back=frozenset(name for name in away_s if late_s[name, Tier.HOST] > -spare_s),
+    )
+
+
 def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request) -> tuple[Plan, Problem]:
-    """``plan``, or one with wider windows for activations on their way, and ``problem`` with those.
+    """``plan``, or one where compute waits less for activations on their way, and ``problem`` as it was asked for that.
 
-    A layer's backward may begin with an activation larger than the window. Then it comes back while compute waits, and more of
-    the device's memory for what is on its way saves more than for what stays. The formula knows no such wait, so where there
-    is one a few windows are simulated, at the price that their bytes have elsewhere; the plan made for the best of them must
-    be faster.
+    The formula takes every lane as always at work. But where all that is swapped is made first, the link is not done with it
+    when the next comes; and a layer's backward may begin with an activation larger than the window, which then comes back while
+    compute waits. So where it waits, activations that stay and activations that go may take turns, and more of the
+    device's memory may be for what is on its way. Each is tried in the simulator, and the plan made for it must be faster.
     """
-    largest = max((a.bytes for a in plan.activations if isinstance(a.decision, Swap)), default=0)
+    swapped = any(isinstance(a.decision, Swap) for a in plan.activations)
     lacks_drives = lowest_tier(plan) is Tier.NVME and not request.hw.nvme  # which is said later
-    if request.budgets.shared or not largest or lacks_drives:
+    if request.budgets.shared or not swapped or lacks_drives:
         return plan, problem
-    per_byte_s = 0.0 if plan.division is None else plan.division.per_byte_s.get(Tier.DEVICE.value, 0.0)
+    began = _simulated(plan, rewrites, request)
+    for change in (_taking_turns, _with_wider_windows):
+        waits = waits_s(began)
+        if waits.get(COMING_BACK, 0.0) + waits.get(LEAVING, 0.0) < staging.WORTH_IT * began.step_s:
+            break
+        asked = change(plan, problem, rewrites, request, began)
+        if asked == problem:
+            continue
+        try:
+            again = make_plan(asked, request.hw)
+        except InfeasiblePlan:
+            continue
+        if _of_graphs(again) == _of_graphs(plan) and again.windows == plan.windows:
+            continue
+        found = _simulated(again, rewrites, request)
+        if found.step_s < began.step_s:
+            plan, problem, began = again, asked, found
+    return plan, problem
 
-    def simulated(tried: Plan) -> Simulation:
-        program = _program(tried, rewrites, request)
-        return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS)
+
+def _taking_turns(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request, began: Simulation) -> Problem:
+    """``problem`` with activations that stay and activations that go in turns."""
+    return dataclasses.replace(problem, in_turns=True)
+
+
+def _with_wider_windows(
+    plan: Plan, problem: Problem, rewrites: Rewrites, request: Request, began: Simulation
+) -> Problem:
+    """``problem`` with the windows for activations that are best for ``plan``, at the price that their bytes have elsewhere."""
+    largest = max(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
+    per_byte_s = 0.0 if plan.division is None else plan.division.per_byte_s.get(Tier.DEVICE.value, 0.0)
 
     def with_price_s(tried: Plan) -> float:
         more: int = sum(getattr(tried.windows, window) - getattr(problem.windows, window) for window in SWAP_WINDOWS)
-        return simulated(tried).step_s + per_byte_s * more
+        return _simulated(tried, rewrites, request, with_room=False).step_s + per_byte_s * more
 
-    began = simulated(_with_swap_out_room(plan, rewrites.halves(plan)))
-    waits, worth_s = waits_s(began), staging.WORTH_IT * began.step_s
-    if waits.get(COMING_BACK, 0.0) + waits.get(LEAVING, 0.0) < worth_s:
-        return plan, problem
     best = dataclasses.replace(plan, windows=with_swaps_of(plan.windows, problem.windows))
     best_s = with_price_s(best)
     for window in SWAP_WINDOWS:
         windows = best.windows
         for wider in (largest * times for times in TIMES_LARGEST if largest * times > getattr(windows, window)):
             tried = dataclasses.replace(plan, windows=dataclasses.replace(windows, **{window: wider}))
-            if (took_s := with_price_s(tried)) < best_s - worth_s:
+            if (took_s := with_price_s(tried)) < best_s - staging.WORTH_IT * began.step_s:
                 best, best_s = tried, took_s
-    asked = dataclasses.replace(problem, windows=with_swaps_of(problem.windows, best.windows))
-    if asked.windows == problem.windows:
-        return plan, problem
-    try:
-        again = make_plan(asked, request.hw)
-    except InfeasiblePlan:
-        return plan, problem
-    again_s = simulated(_with_swap_out_room(again, rewrites.halves(again))).step_s
-    return (again, asked) if again_s < began.step_s else (plan, problem)
+    return dataclasses.replace(problem, windows=with_swaps_of(problem.windows, best.windows))
+
+
+def _simulated(plan: Plan, rewrites: Rewrites, request: Request, *, with_room: bool = True) -> Simulation:
+    """A step of ``plan``, ``with_room`` for what leaves as far as it costs nothing."""
+    tried = _with_swap_out_room(plan, rewrites.halves(plan)) if with_room else plan
+    program = _program(tried, rewrites, request)
+    return simulate_program(program, tried, request.hw, transfers=staging.TRANSFERS)
 
 
 def _program(plan: Plan, rewrites: Rewrites, request: Request) -> StepProgram:
@@ -235,9 +279,9 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         return plan
     program = _program(plan, rewrites, request)
 
-    def step_s(windows: Windows) -> float:
+    def step_s(windows: Windows, transfers: int | None = staging.TRANSFERS) -> float:
         tried = dataclasses.replace(plan, windows=windows)
-        return simulated_step_s(program, tried, request.hw, transfers=staging.TRANSFERS)
+        return simulated_step_s(program, tried, request.hw, transfers=transfers)
 
     free = division.bytes_of(Tier.HOST, Use.FREE)
     per_byte_s = division.per_byte_s.get(Tier.HOST.value, 0.0)
@@ -249,6 +293,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         per_byte_s=per_byte_s,
         free_bytes=free,
         sizes=request.chooses_sizes and any(drive.by_request for drive in request.hw.nvme),
+        finer_s=None if shared else functools.partial(step_s, transfers=None),
     )
     more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)
     resized = not staging.same_sizes(found.windows, plan.windows)
@@ -260,6 +305,7 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
     if resized:
         keeping = rewrites.halves(_keep_everything(request))
         changed = dataclasses.replace(changed, ends=step_ends(keeping, node_seconds(request), asked.windows))
+        changed = _with_turn(changed, keeping, asked)
     try:
         again = staging.with_staging(make_plan(changed, asked.hw), found, 0)
     except InfeasiblePlan:

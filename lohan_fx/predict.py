@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from lohan_fx import cost, meta
 from lohan_fx.errors import InfeasiblePlan
@@ -33,11 +34,17 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
     )
 
 
+def work_of(halves: Halves, plan: Plan, request: Request) -> cost.Work:
+    """What a step of ``halves`` does, for a cost model."""
+    coming_back_s = functools.partial(cost.coming_back_s, request.hw)
+    return traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw), coming_back_s)
+
+
 def predict(halves: Halves, plan: Plan, request: Request, *, what: str = "the plan given") -> Prediction:
     """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they, or ``what`` a user calls them, need more memory
     than ``plan`` was promised."""
     request = settled(request, plan.windows)
-    work = traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw))
+    work = work_of(halves, plan, request)
     device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
     device += device_peak(halves, plan)
     if request.budgets.shared:

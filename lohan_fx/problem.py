@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lohan_fx.passes.activation_graph import ActivationGraph
-from lohan_fx.plan import Ends, Plan, Windows
+from lohan_fx.plan import Ends, Plan, Tier, Windows
 
 SMALL_PARAMETER_ELEMENTS = 1 << 15
 """Norm weights and biases: a few bytes that cost an I/O request each; they stay in memory where anything does."""
 SMALL_ACTIVATION_BYTES = 4096
 """What is smaller is kept: moving it would cost an I/O request."""
+MOST_SMALL_BYTES = 1 << 16
+SMALL_SHARE = 0.001
+"""So is what is smaller than this share of the largest activation, if less than ``MOST_SMALL_BYTES``: hundreds of such
+(statistics of norms) save next to no memory, and each waits in line behind what is large."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class Problem:
     once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
     ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
     ``handover_s``: what compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and
-    ``backward_s``.
+    ``backward_s``. ``coming_back_s``: what compute waits for an activation that is swapped to a tier and needed back sooner
+    than it can be (``cost.coming_back_s``); none where it is not said. ``in_turns``: whether what is swapped is spread over the
+    model, which keeps the link at work all the time, instead of being what is made first, which is away longest; then
+    ``soon_back``, which are away for little longer than they take, had better stay.
     """
 
     policy: str
@@ -62,3 +70,12 @@ class Problem:
     ends: Ends = field(default_factory=Ends)
     holds: bool = False
     handover_s: float = 0.0
+    coming_back_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
+    in_turns: bool = False
+    soon_back: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def small_activation_bytes(self) -> int:
+        """What is smaller is not worth a transfer."""
+        largest = max((a.bytes for a in self.activations.activations.values()), default=0)
+        return max(SMALL_ACTIVATION_BYTES, min(MOST_SMALL_BYTES, int(SMALL_SHARE * largest)))

@@ -29,8 +29,9 @@ UNFUSED_ADAM = 2.2
 two casts, by one thread (measured)."""
 TRANSFERS = 40_000
 """Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
-_AT_A_TIME = {"fetch": 2, "swap_in": 2, "swap_out": 2, "gradients": 3, "optimizer": 3}
-"""Of what is simulated as one, so many have room: for a read and a copy, and for a read, an update and a write."""
+AT_A_TIME = 6
+"""Of what is simulated as one, so many have room where there is room for as many: for the three that the drives serve at once,
+one that is copied or updated, and those that wait. With fewer, lanes would wait that do not (measured: docs/0011)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class SimulatedMachine:
 
     def buffers(self, purpose: str, requests: int) -> int:
         """How many of ``purpose`` a piece takes that stands for so many ``requests``: one for each, but not all there are."""
-        return min(requests, max(1, self.pool[purpose].count // _AT_A_TIME.get(purpose, 1)))
+        return min(requests, max(1, self.pool[purpose].count // AT_A_TIME))
 
     # --- jobs -------------------------------------------------------------------------------------------------
 

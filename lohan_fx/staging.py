@@ -58,12 +58,14 @@ def choose(
     per_byte_s: float,
     free_bytes: int,
     sizes: bool = False,
+    finer_s: StepSeconds | None = None,
 ) -> Staging:
     """The staging with the least ``step_s`` and price, beginning with ``windows``, of which all bytes are paid.
     ``layer_elements``: how many elements of the largest layer are trained; ``sizes``: whether sizes may change too.
 
     ``free_bytes`` of host memory cost nothing; beyond them each costs ``per_byte_s``, and where there are none each one
-    less earns as much.
+    less earns as much. ``finer_s``: simulated with more transfers, of what was chosen and more buffers for updates: where those
+    are few, ``step_s`` is some per cent off.
     """
     seconds = functools.cache(step_s)
     began_bytes = staging_bytes(windows, shared=shared)
@@ -85,8 +87,19 @@ def choose(
             # What several drives are given (docs/0032) no simulation misses, in which a job has all of them.
             least = LEAST_BUFFERS if purpose == "gradient_buffers" else max(LEAST_BUFFERS, getattr(windows, purpose))
             best = better(best, _others(best, purpose, layer_chunks, least))
+    best = _doubled(best, functools.cache(finer_s), price_s, layer_chunks) if finer_s is not None else best
     few = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
     return Staging(best, seconds(best), seconds(windows), seconds(few), per_byte_s)
+
+
+def _doubled(best: Windows, step_s: StepSeconds, price_s: StepSeconds, most: int) -> Windows:
+    """``best``, or with twice as many buffers for updates, as often as that pays; one alone is LoHan's naive handler."""
+    while 1 < best.optimizer_buffers < most:
+        asked = dataclasses.replace(best, optimizer_buffers=min(most, 2 * best.optimizer_buffers))
+        if step_s(asked) + price_s(asked) >= step_s(best) * (1 - WORTH_IT) + price_s(best):
+            break
+        best = asked
+    return best
 
 
 def smallest(windows: Windows) -> Windows:

@@ -59,6 +59,12 @@ def handover_seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     return problem.handover_s * forward, problem.handover_s * backward
 
 
+def coming_back_seconds(problem: Problem, plan: Plan) -> float:
+    """What compute waits in ``plan`` for swapped activations that it needs back sooner than they can be."""
+    swapped = ((a.node, a.decision.tier) for a in plan.activations if isinstance(a.decision, Swap))
+    return sum(problem.coming_back_s.get(away, 0.0) for away in swapped)
+
+
 def _swaps(plan: Plan) -> int:
     return sum(isinstance(a.decision, Swap) for a in plan.activations)
 
@@ -130,6 +136,7 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     total[Quantity.SWAPPED_NVME] = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
     for quantity, added in handover_adds(problem, _swaps(plan), _swaps(plan)).items():
         total[quantity] += added
+    total[Quantity.COMING_BACK_S] = coming_back_seconds(problem, plan)
     return total
 
 
@@ -147,6 +154,7 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         forward_s=problem.forward_s + total.get(Quantity.HANDED_OVER_FORWARD_S, 0.0),
         backward_s=problem.backward_s + total.get(Quantity.HANDED_OVER_BACKWARD_S, 0.0),
         recompute_s=total.get(Quantity.RECOMPUTE_S, 0.0),
+        coming_back_s=total.get(Quantity.COMING_BACK_S, 0.0),
         fetched_forward_bytes=of(Quantity.FETCHED_FORWARD),
         fetched_forward_nvme_bytes=of(Quantity.FETCHED_FORWARD_NVME),
         fetched_backward_bytes=of(Quantity.FETCHED_BACKWARD),
@@ -285,6 +293,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
             Lane.COMPUTE: {
                 q.RECOMPUTE_S: 1.0,
                 q.HANDED_OVER_BACKWARD_S: 1.0,
+                q.COMING_BACK_S: 1.0,
                 **core_s,
                 **(not_here if on_cpu else {}),
             },

@@ -17,8 +17,8 @@ PUT_OFF_S = 1e-10
 
 
 class Quantity(enum.StrEnum):
-    """What decisions add to: seconds of recomputation and of handing transfers over, bytes moved per step, parameters
-    updated, bytes held.
+    """What decisions add to: seconds of recomputation, of handing transfers over and of waiting for what is needed back at once,
+    bytes moved per step, parameters updated, bytes held.
 
     ``FIRST_FETCHED_NVME``: of what the forward waits for before it computes; ``BLOCKING_*``: of parameters for whose updates
     compute waits; ``LATE_*``: of those that are updated when the backward has ended; ``NEXT_*``: beside the next forward;
@@ -30,6 +30,7 @@ class Quantity(enum.StrEnum):
     SWAPPED_NVME = "swapped_nvme_bytes"
     HANDED_OVER_FORWARD_S = "handed_over_forward_s"
     HANDED_OVER_BACKWARD_S = "handed_over_backward_s"
+    COMING_BACK_S = "coming_back_s"
     FETCHED_FORWARD = "fetched_forward_bytes"
     FETCHED_FORWARD_NVME = "fetched_forward_nvme_bytes"
     FIRST_FETCHED_NVME = "first_fetched_nvme_bytes"

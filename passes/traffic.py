@@ -6,6 +6,7 @@ Ensures: a value; the graphs are unchanged. Bytes are exact: what the runtime wi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -18,15 +19,27 @@ from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import is_updated_here
 from lohan_fx.passes.step_ends import step_ends
+from lohan_fx.passes.turn import seconds_away
 from lohan_fx.plan import Ends, OptimizerTiming, ParameterPlan, Plan, Swap, Tier, Windows
 
 PAGE_BYTES = 4096
 """What O_DIRECT moves at least (``runtime.host_pool``)."""
 
 
-def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], handover_s: float = 0.0) -> Work:
+def _at_once(nbytes: int, tier: Tier, away_s: float) -> float:
+    return 0.0
+
+
+def traffic(
+    halves: Halves,
+    plan: Plan,
+    node_seconds: Callable[[Cost], float],
+    handover_s: float = 0.0,
+    coming_back_s: Callable[[int, Tier, float], float] = _at_once,
+) -> Work:
     """The ``Work`` of one training step (or of one inference, where there is no backward). ``handover_s``: what compute takes
-    to hand a transfer over (``cost.handover_s``)."""
+    to hand a transfer over (``cost.handover_s``); ``coming_back_s(bytes, tier, seconds away)``: what it waits for an activation
+    to come back (``cost.coming_back_s``)."""
     homes = {p.name: p for p in plan.parameters}
     forward, backward = halves.forward, halves.backward
     computed = sum(node_seconds(meta.cost(n)) for n in _computing(forward))
@@ -37,6 +50,7 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         for gm in (forward, backward)
     )
     swaps = _calls(forward, ops.SWAP_OUT)
+    away_s = seconds_away(halves, node_seconds) if swaps else {}
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
     streamed = {p.name for p in plan.parameters if p.home is Tier.NVME}
     beside = {p.name: _beside_forward_bytes(p, plan) for p in updated}
@@ -53,6 +67,10 @@ def traffic(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float], h
         forward_s=computed + handed_over * handover_s,
         backward_s=back + handed_back * handover_s + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
         recompute_s=again,
+        coming_back_s=sum(
+            coming_back_s(_swapped_bytes(n), Tier(str(n.args[2])), away_s.get(meta.origin(n) or "", math.inf))
+            for n in swaps
+        ),
         fetched_forward_bytes=_fetched(forward, homes, Tier.HOST, Tier.NVME),
         fetched_forward_nvme_bytes=_fetched(forward, homes, Tier.NVME),
         fetched_backward_bytes=_fetched(backward, homes, Tier.HOST, Tier.NVME),

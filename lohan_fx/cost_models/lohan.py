@@ -120,6 +120,7 @@ def _corrected(
             "compute",
             of("backward_s")
             + of("recompute_s")
+            + of("coming_back_s")
             + of("adam_on_device") * adam_s
             + one_core_s("state_read_bytes")
             + one_core_s("repeated_state_bytes")

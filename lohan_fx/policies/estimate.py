@@ -17,7 +17,7 @@ from lohan_fx.passes.traffic import (
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.layout import Layout, between_blocks
 from lohan_fx.problem import Problem
-from lohan_fx.step_time import handover_seconds
+from lohan_fx.step_time import coming_back_seconds, handover_seconds
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         forward_s=problem.forward_s + handed_over_s,
         backward_s=problem.backward_s + handed_back_s,
         recompute_s=sum(found.seconds[name] for name in closure(found, saved)),
+        coming_back_s=coming_back_seconds(problem, plan),
         fetched_forward_bytes=fetched,
         fetched_forward_nvme_bytes=from_nvme,
         fetched_backward_bytes=fetched,

@@ -20,7 +20,7 @@ from lohan_fx.plan import Decision, Keep, Plan, Tier
 from lohan_fx.plan_builder import saving
 from lohan_fx.policies.estimate import work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
+from lohan_fx.problem import Problem
 
 ACTIVATIONS = "between blocks and by benefit swapped to NVMe, the rest recomputed"
 
@@ -46,7 +46,9 @@ def _joining(problem: Problem, hw: HardwareProfile, start: cost.Work) -> list[st
     candidates = [
         activation
         for name, activation in found.activations.items()
-        if name in exact.recomputed and activation.bytes >= SMALL_ACTIVATION_BYTES and found.flops[activation.producer]
+        if name in exact.recomputed
+        and activation.bytes >= problem.small_activation_bytes
+        and found.flops[activation.producer]
     ]
     candidates.sort(key=lambda a: found.flops[a.producer] / a.bytes, reverse=True)
     best_s, best, joined, added, saved_s = cost.step_seconds(start, hw), 0, list[str](), 0, 0.0

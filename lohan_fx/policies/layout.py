@@ -17,7 +17,7 @@ from lohan_fx.memory_model import check
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
 from lohan_fx.plan_builder import build_plan, default_homes, saving
 from lohan_fx.policies.policy import Policy
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
+from lohan_fx.problem import Problem
 
 PLACES = {Tier.DEVICE: "device", Tier.HOST: "host RAM", Tier.NVME: "NVMe"}
 
@@ -122,7 +122,7 @@ def waiting(plan: Plan, home: Tier) -> Plan:
 
 def swap(problem: Problem, name: str, tier: Tier) -> Decision:
     """``Swap(tier)``, or ``Keep()`` for what is not worth a transfer."""
-    small = problem.activations.activations[name].bytes < SMALL_ACTIVATION_BYTES
+    small = problem.activations.activations[name].bytes < problem.small_activation_bytes
     return Keep() if small else Swap(tier)
 
 

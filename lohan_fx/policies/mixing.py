@@ -31,7 +31,7 @@ from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.eviction import all_kept
 from lohan_fx.policies.layout import DecideIn, Layout, between_blocks
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
+from lohan_fx.problem import Problem
 
 TIME_LIMIT_S = 20.0
 GAP = 1e-4
@@ -176,7 +176,7 @@ class _Program:
         upper[[self._again[name] for name in self._names if name in self._problem.activations.mandatory]] = 0.0
         for way, part in ((Keep(), self._kept), (Swap(Tier.HOST), self._swapped)):
             for name in self._savable:
-                small = self._bytes[name] < SMALL_ACTIVATION_BYTES
+                small = self._bytes[name] < self._problem.small_activation_bytes
                 if isinstance(way, Swap) if small else way not in self._ways:
                     upper[part[name]] = 0.0
         return upper

@@ -9,7 +9,7 @@ from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.search import useful
 from lohan_fx.plan import Keep, Tier
 from lohan_fx.plan_builder import saving
-from lohan_fx.problem import SMALL_ACTIVATION_BYTES, Problem
+from lohan_fx.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def traits(problem: Problem) -> list[Trait]:
             heavy=found.flops[found.activations[name].producer] > 0,
         )
         for name in saved
-        if found.activations[name].bytes >= SMALL_ACTIVATION_BYTES
+        if found.activations[name].bytes >= problem.small_activation_bytes
     ]
 
 

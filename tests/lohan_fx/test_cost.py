@@ -14,6 +14,7 @@ from lohan_fx.cost import (
     ADAM_TOUCHED_BYTES,
     Work,
     backward_stage,
+    coming_back_s,
     forward_stage,
     node_seconds,
     optimizer_stage,
@@ -21,6 +22,7 @@ from lohan_fx.cost import (
 )
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane, Phase
+from lohan_fx.plan import Tier
 
 SERVER = HardwareProfile.preset("rtx4090-12xP5510")
 DRIVE = replace(SERVER.nvme[0], read_bytes_per_s=30.0, write_bytes_per_s=20.0, mixed_bytes_per_s=22.0)
@@ -249,6 +251,21 @@ def test_more_work_never_takes_less_time(work: Work, name: str, more: int, share
         lanes = [lane for lane in before.lanes_s if lane in after.lanes_s and not (copied and lane == "h2d")]
         assert all(after.lanes_s[lane] >= before.lanes_s[lane] - 1e-9 for lane in lanes)
         assert copied or after.seconds >= before.seconds - 1e-9
+
+
+def test_what_is_needed_back_too_soon_is_waited_for() -> None:
+    """By hand: 20 bytes leave at 5 a second and come back at 10; by way of the drives no faster than they write and read."""
+    assert coming_back_s(HW, 20, Tier.HOST, 0.0) == 20 / 5 + 20 / 10
+    assert coming_back_s(HW, 20, Tier.HOST, 5.5) == 0.5
+    assert coming_back_s(HW, 20, Tier.HOST, 6.5) == 0.0
+    assert coming_back_s(HW, 20, Tier.NVME, 1.0) == 20 / 5 + 20 / 10 - 1
+    slow = replace(HW, nvme=(replace(DRIVE, read_bytes_per_s=4.0, write_bytes_per_s=2.0),))
+    assert coming_back_s(slow, 20, Tier.NVME, 1.0) == 20 / 2 + 20 / 4 - 1
+    cpu = replace(HW, device="cpu")  # where it is read to where it belongs
+    assert coming_back_s(cpu, 20, Tier.NVME, 1.0) == pytest.approx(20 / 5 + 20 / 30 - 1)
+    assert coming_back_s(replace(HW, nvme=()), 20, Tier.NVME, 1.0) > 1e300
+    waiting = backward_stage(replace(WORK, coming_back_s=2.0), HW)
+    assert waiting.lanes_s[Lane.COMPUTE] == backward_stage(WORK, HW).lanes_s[Lane.COMPUTE] + 2
 
 
 def test_on_a_cpu_only_what_host_ram_holds_is_copied() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lohan_fx import plan_search
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecast import Asked, make_request
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_capture import MetaCapture, meta_capture
 from lohan_fx.model_families import Family, ModelDims, build
 from lohan_fx.passes.halves import Halves
 from lohan_fx.pipeline import plan_training, rewrites_of
-from lohan_fx.plan import Plan, Swap
+from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.problem import Problem
 from lohan_fx.simulator import simulate
 
 GIB = 1 << 30
@@ -29,9 +32,9 @@ def found() -> MetaCapture:
     return meta_capture(build(DIMS, None), tokens, compute_dtype=torch.bfloat16)
 
 
-def planned(found: MetaCapture) -> tuple[Plan, float]:
+def planned(found: MetaCapture, asked: Asked = ASKED) -> tuple[Plan, float]:
     """The plan, and the seconds of a simulated step by it."""
-    request = make_request(found, ASKED)
+    request = make_request(found, asked)
     halves, plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)
     return plan, simulate(halves, plan, request.hw).step_s
 
@@ -50,6 +53,51 @@ def test_what_comes_back_has_room_where_compute_would_wait_for_it(
     narrow, narrow_s = planned(found)
     assert plan.windows.swap_in_bytes >= largest > narrow.windows.swap_in_bytes
     assert step_s < 0.95 * narrow_s
+
+
+@pytest.fixture(scope="module")
+def words() -> MetaCapture:
+    """Twelve layers and 1.6 GB of logits."""
+    tokens = {name: torch.zeros(8, 1024, dtype=torch.long) for name in ("input_ids", "labels")}
+    dims = ModelDims("words", Family.GPT2, 12, 1280, 20, "test", vocab=50257, positions=1024, tied=True)
+    return meta_capture(build(dims, None), tokens, compute_dtype=torch.bfloat16, device="cuda")
+
+
+def test_what_stays_and_what_goes_take_turns_where_compute_would_wait(
+    words: MetaCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(ASKED, host_memory_bytes=32 * GIB, device_memory_bytes=10 * GIB)
+    turns, turns_s = planned(words, asked)
+    assert turns.prediction is not None and turns_s == pytest.approx(turns.prediction.step_s, rel=0.08)
+    monkeypatch.setattr(plan_search, "_taking_turns", lambda plan, problem, *_: problem)
+    row, row_s = planned(words, asked)
+    assert turns_s < 0.92 * row_s
+    early = {f"transformer.h.{layer}" for layer in range(4)}
+    shares = []
+    for plan in (row, turns):
+        away = [a for a in plan.activations if isinstance(a.decision, Swap)]
+        shares.append(sum(a.bytes for a in away if a.layer in early) / sum(a.bytes for a in away))
+    assert shares[0] > 0.5 and shares[1] < 0.4
+
+
+def test_what_is_needed_back_at_once_is_known(words: MetaCapture) -> None:
+    asked: list[Problem] = []
+
+    def first(problem: Problem, hw: HardwareProfile) -> Plan:
+        asked.append(problem)
+        raise InfeasiblePlan("enough")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InfeasiblePlan, match="enough"):
+        patch.setattr(plan_search, "make_plan", first)
+        planned(words, ASKED)
+    problem = asked[0]
+    sizes = {name: a.bytes for name, a in problem.activations.activations.items()}
+    logits = {name for name, nbytes in sizes.items() if nbytes == 8 * 1024 * 50257 * 4}
+    (awaited,) = logits & {name for name, _ in problem.coming_back_s}
+    there_and_back_s = sizes[awaited] * (1 / GPU.d2h_bytes_per_s + 1 / GPU.h2d_bytes_per_s)
+    assert problem.coming_back_s[awaited, Tier.HOST] == pytest.approx(there_and_back_s, rel=0.1)
+    late = {problem.activations.activations[name].layer for name in problem.soon_back}
+    assert awaited in problem.soon_back and late == {""}
 
 
 def names(halves: Halves) -> list[list[str]]:

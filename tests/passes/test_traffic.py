@@ -9,6 +9,7 @@ import pytest
 from lohan_fx import meta, ops
 from lohan_fx.cost import Work
 from lohan_fx.passes.traffic import fetch_counts, swap_sizes_bytes, traffic
+from lohan_fx.passes.turn import seconds_away
 from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
 from tests.passes.graphs import DECISIONS, MODELS, both, captured, flops_as_seconds, nodes, plan_for, rewrite
 
@@ -241,3 +242,22 @@ def test_handing_a_transfer_over_takes_computes_time(decision: str, home: Tier) 
     assert with_it.forward_s - without.forward_s == 3.0 * forward
     assert with_it.backward_s - without.backward_s == 3.0 * backward
     assert replace(with_it, forward_s=without.forward_s, backward_s=without.backward_s) == without
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_what_comes_back_too_late_is_counted_by_what_it_is_and_how_long_it_is_away(tier: Tier) -> None:
+    found = captured("transformer")
+    plan = plan_for(found, Swap(tier))
+    halves = rewrite(found, plan)
+    asked: list[tuple[int, Tier, float]] = []
+
+    def coming_back_s(nbytes: int, to: Tier, away_s: float) -> float:
+        asked.append((nbytes, to, away_s))
+        return 2.0
+
+    done = traffic(halves, plan, flops_as_seconds, 0.0, coming_back_s)
+    swaps = halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT)
+    assert done.coming_back_s == 2.0 * len(swaps) > 0
+    away_s = seconds_away(halves, flops_as_seconds)
+    assert asked == [(meta.cost(n.args[0]).bytes, tier, away_s[meta.origin(n) or ""]) for n in swaps]
+    assert traffic(halves, plan, flops_as_seconds) == replace(done, coming_back_s=0.0)
