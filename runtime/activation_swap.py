@@ -32,9 +32,9 @@ from lohan_fx.runtime.chunk_update import Countdown
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
 from lohan_fx.runtime.lanes import Work
-from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
-from lohan_fx.runtime.parameter_stream import read_in_place, wait_for
+from lohan_fx.runtime.machine import SWAP_OUT_PRIORITY, Machine
 from lohan_fx.runtime.room import LEAST_BYTES
 
 
@@ -248,60 +248,15 @@ class ActivationSwap:
         nbytes: int,
     ) -> None:
         """Start the way back of one piece, into its place in ``flat``."""
-        machine = self._machine
-        if in_place and away.region is None:
-            assert away.extent is not None
-            read = functools.partial(read_in_place, machine, back, away.extent, offset, flat, nbytes)
-            machine.ssd.submit(read, priority=FETCH_PRIORITY, label=back.label)
-            return
-        destination = flat[offset : offset + nbytes]
+        machine, destination = self._machine, flat[offset : offset + nbytes]
         if away.region is not None:
-            copy = functools.partial(self._copy_in, back, destination, away.region.tensor, None)
-            machine.copy_in(passed, copy, back.label, back.part_done)
+            copy_in(machine, back, destination, away.region.tensor, passed)
             return
-        staged = functools.partial(self._read, away, back, destination, offset, passed)
-        machine.read_staged("swap_in", back.label, staged, back.part_done)
-
-    def _read(
-        self, away: _Swapped, back: Arrival, destination: torch.Tensor, offset: int, passed: Work[None], buffer: Buffer
-    ) -> None:
-        machine = self._machine
         assert away.extent is not None
-        nbytes = destination.numel()
-
-        def failed(error: BaseException) -> None:
-            buffer.release()
-            back.part_done(error)
-
-        try:
-            machine.read(away.extent, offset, buffer.tensor, nbytes)
-        except BaseException as error:
-            failed(error)
-            raise
-        copy = functools.partial(self._copy_in, back, destination, buffer.tensor[:nbytes], buffer.release)
-        machine.copy_in(passed, copy, back.label, failed)
-
-    def _copy_in(
-        self,
-        back: Arrival,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        release: Callable[[], None] | None,
-    ) -> None:
-        machine = self._machine
-        moment: Moment = None
-        problem: BaseException | None = None
-        try:
-            with machine.timeline.span("h2d", back.label, source.numel()):
-                moment = machine.link.copy_in(destination, source)
-                machine.link.finish(moment)
-        except BaseException as error:
-            problem = error
-            raise
-        finally:
-            if release is not None:
-                release()
-            back.part_done(problem, moment)
+        if in_place:
+            read_in_place(machine, back, away.extent, offset, flat, nbytes)
+        else:
+            read_staged(machine, back, "swap_in", away.extent, offset, destination, passed)
 
     def _abandon(self, key: int) -> None:
         """The handle died, and nobody fetched the tensor back.

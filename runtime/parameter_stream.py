@@ -18,9 +18,9 @@ import torch
 
 from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
-from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Work
-from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
+from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
+from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 
 PATIENCE_S = 3600.0
@@ -76,12 +76,8 @@ class ParameterStream:
         """The value, which lies on pages of its own, and what starts the reads straight into it."""
         machine = self._machine
         value, memory = machine.landing.on_pages(parameter.shape, parameter.compute_dtype)
-        extent = parameter.streamed_extent
-        reads = [
-            functools.partial(read_in_place, machine, arrival, extent, offset, memory, nbytes)
-            for offset, nbytes in pieces
-        ]
-        return value, [self._on_ssd(arrival, read) for read in reads]
+        read = functools.partial(read_in_place, machine, arrival, parameter.streamed_extent)
+        return value, [functools.partial(read, offset, memory, nbytes) for offset, nbytes in pieces]
 
     def _by_way_of_host(
         self, parameter: ParameterSlot, resident: Residency, arrival: Arrival, pieces: Pieces
@@ -93,56 +89,12 @@ class ParameterStream:
         flat = value.view(-1).view(torch.uint8) if parameter.numel else value
         passed = machine.passing()
         if resident.compute is not None:
-            copy = functools.partial(self._copy, arrival, flat, resident.compute.view(torch.uint8))
-            return value, [functools.partial(machine.copy_in, passed, copy, arrival.label, arrival.part_done)]
-        reads = [
-            functools.partial(self._read, arrival, parameter, flat, offset, nbytes, passed) for offset, nbytes in pieces
+            source = resident.compute.view(torch.uint8)
+            return value, [functools.partial(copy_in, machine, arrival, flat, source, passed)]
+        read = functools.partial(read_staged, machine, arrival, "fetch", parameter.streamed_extent)
+        return value, [
+            functools.partial(read, offset, flat[offset : offset + nbytes], passed) for offset, nbytes in pieces
         ]
-        staged = functools.partial(machine.read_staged, "fetch", arrival.label, failed=arrival.part_done)
-        return value, [functools.partial(staged, read) for read in reads]
-
-    def _on_ssd(self, arrival: Arrival, read: Callable[[], None]) -> Callable[[], object]:
-        return functools.partial(self._machine.ssd.submit, read, priority=FETCH_PRIORITY, label=arrival.label)
-
-    def _read(
-        self,
-        arrival: Arrival,
-        parameter: ParameterSlot,
-        flat: torch.Tensor,
-        offset: int,
-        nbytes: int,
-        passed: Work[None],
-        buffer: Buffer,
-    ) -> None:
-        machine = self._machine
-
-        def failed(error: BaseException) -> None:
-            buffer.release()
-            arrival.part_done(error)
-
-        def copy() -> None:
-            try:
-                self._copy(arrival, flat[offset : offset + nbytes], buffer.tensor[:nbytes])
-            finally:
-                buffer.release()
-
-        try:
-            machine.read(parameter.streamed_extent, offset, buffer.tensor, nbytes)
-        except BaseException as error:
-            failed(error)
-            raise
-        machine.copy_in(passed, copy, arrival.label, failed)
-
-    def _copy(self, arrival: Arrival, destination: torch.Tensor, source: torch.Tensor) -> None:
-        machine = self._machine
-        try:
-            with machine.timeline.span("h2d", arrival.label, source.numel()):
-                moment = machine.link.copy_in(destination, source)
-                machine.link.finish(moment)
-        except BaseException as error:
-            arrival.part_done(error)
-            raise
-        arrival.part_done(moment=moment)
 
 
 def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:
@@ -155,29 +107,3 @@ def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:
             part()
         except BaseException as error:
             arrival.part_done(error)
-
-
-def read_in_place(
-    machine: Machine, arrival: Arrival, extent: str, offset: int, memory: torch.Tensor, nbytes: int
-) -> None:
-    """One piece of ``extent``, straight into its place in ``memory``."""
-    try:
-        machine.read(extent, offset, memory[offset:], nbytes)
-    except BaseException as error:
-        arrival.part_done(error)
-        raise
-    arrival.part_done()
-
-
-def wait_for(machine: Machine, arrival: Arrival, value: torch.Tensor) -> None:
-    """What ``ops.wait(value)`` does: block until the arrival is done, on the clock as a stall, then order streams.
-
-    ``value`` is an argument so that it lives until it is waited for.
-    """
-    del value
-    if arrival.done():
-        arrival.wait()
-    else:
-        with machine.timeline.stall(arrival.label):
-            arrival.wait()
-    machine.link.order_after(arrival.moment)

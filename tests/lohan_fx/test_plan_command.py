@@ -392,7 +392,7 @@ def test_a_plan_that_needs_a_drive_on_a_machine_without(
 ) -> None:
     assert plan(model, "--policy", "swap-nvme", hw=no_drive) == 1
     assert "has no drive: choose a profile with drives" in one_line(capsys)
-    assert plan("gpt3-70b", hw=no_drive) == 1
+    assert plan("gpt2-xl", "--host-memory", "4GiB", hw=no_drive) == 1
     assert "policy 'lohan' needs a drive" in one_line(capsys)
     assert plan(model, "--vary", "ssds=1..2", hw=no_drive) == 1
     assert "has no drive to take more of" in one_line(capsys)
