@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
+from lohan_fx.correction import correction
 from lohan_fx.expected_peak import added_bytes, transit_of
 from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.interrupts import interrupt_waits
@@ -39,7 +40,7 @@ from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
-from lohan_fx.self_check import SelfCheck, corrected, corrections, may_be_beaten, scaled, typical, worth_revising
+from lohan_fx.self_check import SelfCheck, may_be_beaten, typical, worth_revising
 from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
 _LOG = logging.getLogger(__name__)
@@ -317,22 +318,17 @@ class CompiledModel:
         (graph,) = self.training_graphs()
         found = self.plans[graph].prediction
         assert replan is not None and found is not None
-        ratios = corrections(found, typical(self.checks.steps))
-        request = dataclasses.replace(
-            self._request,
-            hw=corrected(self._request.hw, ratios),
-            matmul_rate=self._request.matmul_rate / ratios["compute"],
-            compute_scale=self._request.compute_scale * ratios["compute"],
-            holds=self.engine.updates.holds,
-        )
-        self._request = request
-        if not may_be_beaten(found, ratios):
+        learned = correction(self.halves[graph], self.plans[graph], self._request, typical(self.checks.steps))
+        self._request = dataclasses.replace(learned.request, holds=self.engine.updates.holds)
+        if not may_be_beaten(found.step_s, learned.ratios, learned.step_s):
             return
-        now, then = scaled(found, ratios), replan(request).prediction
+        then = replan(self._request).prediction
         assert then is not None
-        if not worth_revising(now, then):
+        if not worth_revising(learned.step_s, then.step_s):
             return
-        _LOG.info("the plan is revised: %.3g s a step instead of %.3g s, by what was measured", then.step_s, now.step_s)
+        _LOG.info(
+            "the plan is revised: %.3g s a step instead of %.3g s, by what was measured", then.step_s, learned.step_s
+        )
         self._revised = True
         del self.plans[graph], self.halves[graph], self.added_bytes()[graph]
         self._forget_graphs(self._call[True])

@@ -107,9 +107,13 @@ def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
         expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
         took_s = sum(stage.get(lane, 0.0) for stage in measured.lanes_s.values())
         heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
-        ratio = took_s / expected_s if heard_of else 1.0
-        found[lane] = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        found[lane] = bounded(took_s / expected_s if heard_of else 1.0)
     return found
+
+
+def bounded(ratio: float) -> float:
+    """``ratio``, or the most that a lane is corrected by."""
+    return min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
 
 def corrected(hw: HardwareProfile, ratios: Mapping[str, float]) -> HardwareProfile:
@@ -142,28 +146,17 @@ def _slower(rates: Rates, ratio: float) -> Rates:
     )
 
 
-def scaled(predicted: Prediction, ratios: Mapping[str, float]) -> Prediction:
-    """``predicted`` as it would have been with the corrected rates."""
-
-    of_lane = {**dict.fromkeys(_BOUNDS, ratios.get("ssd", 1.0)), **ratios}  # most of each is the drives'
-
-    def stage(found: Stage) -> Stage:
-        return Stage({lane: seconds * of_lane.get(lane, 1.0) for lane, seconds in found.lanes_s.items()})
-
-    found = {name: stage(before) for name, before in _stages(predicted).items()}
-    return replace(predicted, forward=found["forward"], backward=found["backward"], optimizer=found["optimizer"])
-
-
 def _stages(predicted: Prediction) -> dict[str, Stage]:
     return {name: getattr(predicted, name) for name in STAGES}
 
 
-def may_be_beaten(found: Prediction, ratios: Mapping[str, float]) -> bool:
-    """Whether any plan may be worth revising to, where ``found`` is the best one's at the rates before the correction: each
-    lane then takes at least the least of ``ratios`` as long, and so does every plan. Cheap; a search may take many seconds."""
-    return min(ratios.values(), default=1.0) * found.step_s < scaled(found, ratios).step_s * (1 - REVISION_GAIN)
+def may_be_beaten(found_s: float, ratios: Mapping[str, float], now_s: float) -> bool:
+    """Whether any plan may be worth revising to, where the best one took ``found_s`` at the rates before the correction, and
+    takes ``now_s``: each lane then takes at least the least of ``ratios`` as long, and so does every plan. Cheap; a search may
+    take many seconds."""
+    return worth_revising(now_s, min(ratios.values(), default=1.0) * found_s)
 
 
-def worth_revising(now: Prediction, then: Prediction) -> bool:
-    """Whether a plan predicted to take ``then`` should replace the one that takes ``now``."""
-    return then.step_s < now.step_s * (1 - REVISION_GAIN)
+def worth_revising(now_s: float, then_s: float) -> bool:
+    """Whether a plan predicted to take ``then_s`` should replace the one that takes ``now_s``."""
+    return then_s < now_s * (1 - REVISION_GAIN)
