@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ def burst(windows: Windows) -> float:
     return 10.0 + 0.01 * max(0, 100 - windows.gradient_buffers)
 
 
-def chosen(step_s: staging.StepSeconds, began: Windows = BEGAN, **changes: float) -> staging.Staging:
+def chosen(step_s: staging.StepSeconds, began: Windows = BEGAN, **changes: Any) -> staging.Staging:
     given = {"per_byte_s": 0.0, "free_bytes": 0, "layer_elements": 100 << 20, **changes}
-    return staging.choose(began, step_s, shared=False, **given)  # type: ignore[arg-type]
+    return staging.choose(began, step_s, shared=False, **given)
 
 
 def test_what_the_planner_began_with_stays_where_nothing_is_better() -> None:
@@ -74,6 +75,23 @@ def test_room_for_states_that_are_read_ahead_is_taken_too() -> None:
 
     found = chosen(spread, per_byte_s=1e-12)
     assert found.windows.optimizer_buffers == 50 and found.least_s == pytest.approx(10.92)
+
+
+def test_a_shortage_that_a_coarse_simulation_hides_is_found_by_a_finer_one() -> None:
+    """Twice as many buffers for updates as long as that pays: no further, and never of the one of a naive handler."""
+
+    def finer(windows: Windows) -> float:
+        return 10.0 + 0.05 * max(0, 40 - windows.optimizer_buffers)
+
+    began = dataclasses.replace(BEGAN, optimizer_buffers=LEAST_BUFFERS)
+    coarse = chosen(lambda windows: 10.0, began, per_byte_s=1e-12)
+    assert coarse.windows.optimizer_buffers == LEAST_BUFFERS
+    found = chosen(lambda windows: 10.0, began, per_byte_s=1e-12, finer_s=finer)
+    assert finer(found.windows) == 10.0 and found.windows.optimizer_buffers < 2 * 40
+    dear = chosen(lambda windows: 10.0, began, per_byte_s=1.0, finer_s=finer)
+    assert dear.windows.optimizer_buffers == LEAST_BUFFERS
+    naive = dataclasses.replace(BEGAN, optimizer_buffers=1)
+    assert chosen(lambda windows: 10.0, naive, finer_s=finer).windows.optimizer_buffers == 1
 
 
 def test_what_several_drives_are_given_is_not_taken_back() -> None:
