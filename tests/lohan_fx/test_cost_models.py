@@ -54,7 +54,7 @@ FUYOU = {
     "BW_C2S": 0.5,
     "N": 2.0,
 }
-SECONDS = ("forward_s", "backward_s", "recompute_s", "T_f_comp", "RC", "T_o_comp")
+SECONDS = ("forward_s", "backward_s", "recompute_s", "coming_back_s", "T_f_comp", "RC", "T_o_comp")
 RATES = ("THP", "BW_", "ADAM", "bytes_per_s", "parameters_per_s")
 
 
