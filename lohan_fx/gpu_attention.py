@@ -40,8 +40,6 @@ def attention(
     """``scaled_dot_product_attention``; with dropout by the op that PyTorch takes on a GPU. Arguments as there."""
     aten: Any = torch.ops.aten
     if dropout_p and _flash_takes(query, key, value, attn_mask, is_causal):
-        if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         fused = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         return cast(torch.Tensor, fused[0])
     if dropout_p and not enable_gqa and _efficient_takes(query, key, value):

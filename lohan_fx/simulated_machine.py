@@ -31,7 +31,7 @@ TRANSFERS = 40_000
 """Pieces and chunks of a step that are simulated one by one. Each is a few events on several lanes."""
 AT_A_TIME = 6
 """Of what is simulated as one, so many have room where there is room for as many: for the three that the drives serve at once,
-one that is copied or updated, and those that wait. With fewer, lanes would wait that do not (measured: docs/0011)."""
+one that is copied or updated, and those that wait. With fewer, lanes would wait that do not (measured: docs/0038)."""
 
 
 @dataclass(frozen=True)

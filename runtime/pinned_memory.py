@@ -27,9 +27,8 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.pinned_at is not None and not sys.is_finalizing():
-            with contextlib.suppress(
-                LohanError, RuntimeError
-            ):  # nobody could be told; in a forked child it is not pinned
+            # Nobody could be told; and in a forked child, where CUDA raises, nothing is pinned.
+            with contextlib.suppress(LohanError, RuntimeError):
                 unpin(self.pinned_at)
 
 

@@ -304,9 +304,9 @@ class Uneven(nn.Module):
         return sum(layer(x[: len(layer.weight)]) for layer in self.layers)  # type: ignore[return-value, arg-type]
 
 
-@pytest.mark.parametrize("buffers", [8, 24, 96])
+@pytest.mark.parametrize(("buffers", "too_fast"), [(8, 0.03), (24, 0.02), (96, 0.01)])
 def test_small_layers_keep_their_buffers_where_large_ones_are_simulated_coarsely(
-    buffers: int, monkeypatch: pytest.MonkeyPatch
+    buffers: int, too_fast: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What of a small layer's gradients and states there is room for is what the drives work on while compute is slow. What
     stands for several takes fewer buffers than they do where there are few, so that as many are under way: up to 3 % too fast."""
@@ -323,7 +323,7 @@ def test_small_layers_keep_their_buffers_where_large_ones_are_simulated_coarsely
     monkeypatch.setattr(simulated_machine, "TRANSFERS", 700)
     coarse = run(found, plan, machine(), slow)
     assert len(coarse.events) < 0.6 * len(fine.events) and coarse.bytes == fine.bytes
-    assert coarse.step_s == pytest.approx(fine.step_s, rel=0.03)
+    assert (1 - too_fast) * fine.step_s <= coarse.step_s <= 1.01 * fine.step_s
 
 
 def test_the_chart_draws_what_is_simulated(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ kept.myself = [kept]
 
 
 @pytest.mark.cuda
-def test_a_copy_from_it_to_a_gpu_does_not_wait() -> None:
+def test_a_gpu_has_it_for_pinned_and_copies_from_it() -> None:
     value = pinned(1 << 20, torch.float32).fill_(3)
     assert value.is_pinned()
     on_device = value.to("cuda", non_blocking=True)
