@@ -70,12 +70,12 @@ class Checksums:
         self._use(lambda data: None)
         methods: tuple[tuple[type, str], ...] = (
             (scratch_sums.ScratchSums, "end_write"),
-            (scratch_sums.ScratchSums, "check"),
-            (generations.Generations, "_check"),  # of what was written before
+            (scratch_sums.ScratchSums, "comparisons"),
+            (generations.Generations, "_compare"),  # of what was written before
         )
         originals = [getattr(owner, name) for owner, name in methods]
         for owner, name in methods:
-            setattr(owner, name, lambda *args: None)
+            setattr(owner, name, lambda *args: [])
         try:
             yield
         finally:

@@ -53,22 +53,22 @@ def trace_step(ours: Streamed) -> tuple[list[Request], list[Event]]:
     engine = compiled(ours.model).engine
     requests: list[Request] = []
     store = engine.store
-    originals = {"read": store.read, "write": store.write}
+    originals: dict[str, Callable[..., Any]] = {"read": store.read_uncompared, "write": store.write}
 
-    def spy(kind: str) -> Callable[..., None]:
-        def call(name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+    def spy(kind: str) -> Callable[..., Any]:
+        def call(name: str, offset: int, buffer: torch.Tensor, nbytes: int, *more: Any) -> Any:
             requests.append((kind, name, offset, nbytes))
-            originals[kind](name, offset, buffer, nbytes)
+            return originals[kind](name, offset, buffer, nbytes, *more)
 
         return call
 
-    store.read, store.write = spy("read"), spy("write")  # type: ignore[method-assign]
+    store.read_uncompared, store.write = spy("read"), spy("write")  # type: ignore[method-assign]
     engine.timeline.start_recording()
     try:
         ours.step()
     finally:
         events = engine.timeline.stop_recording()
-        store.read, store.write = originals["read"], originals["write"]  # type: ignore[method-assign]
+        store.read_uncompared, store.write = originals["read"], originals["write"]  # type: ignore[method-assign]
     return requests, events
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import xxhash
+
+Compare = Callable[[], None]
+"""Compares what was read with what was written: raises ``StoreError`` where they differ."""
+Checksums = tuple[int | None, ...]
+"""Of what is to be written: one for each chunk of which it has all, None for others; of scratch, one for all of it."""
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

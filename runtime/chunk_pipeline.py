@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-import torch
-
 from lohan_fx.errors import LaneTimeout, StepError
+from lohan_fx.runtime.checksum import Checksums
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, wait_for_all
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import wait_hearing
 from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
 from lohan_fx.runtime.slots import Residency
-from lohan_fx.runtime.state_buffer import StateBuffer, purpose_of
+from lohan_fx.runtime.state_buffer import Movement, StateBuffer, purpose_of
 
 BARRIER_TIMEOUT_S = 3600.0
 
@@ -170,31 +169,28 @@ class ChunkPipeline:
         job.states = StateBuffer(buffer, chunk, resident, job.held, updates=job.updates, adds=job.adds)
         try:
             for extent, offset, memory, nbytes in job.states.to_read():
-                read = functools.partial(machine.read, extent, offset, memory, nbytes)
+                read = functools.partial(machine.read_to_update, extent, offset, memory, nbytes)
                 job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
         except BaseException as error:  # raised when it is this job's turn: another one may be at work here
             job.failure = error
 
     def _process(self, job: ChunkUpdate) -> None:
         machine = self._machine
-        wait_for_all(job.reads)
+        comparisons = wait_for_all(job.reads)
         if job.failure is not None:
             raise job.failure
-        job.compute(self._machine, job.arrived())
+        writes = job.compute(self._machine, job.arrived(), comparisons)
         job.let_gradient_go()
-        writes = job.writes()
         done = Countdown(len(writes), functools.partial(self._written, job))
-        for extent, offset, memory, nbytes in writes:
-            write = functools.partial(self._write, job, done, extent, offset, memory, nbytes)
-            machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {extent}")
+        for movement, checksums in writes:
+            write = functools.partial(self._write, job, done, movement, checksums)
+            machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {movement[0]}")
         if not writes:
             self._finished(job, None)
 
-    def _write(
-        self, job: ChunkUpdate, done: Countdown, extent: str, offset: int, memory: torch.Tensor, nbytes: int
-    ) -> None:
+    def _write(self, job: ChunkUpdate, done: Countdown, movement: Movement, checksums: Checksums | None) -> None:
         try:
-            self._machine.write(extent, offset, memory, nbytes)
+            self._machine.write(*movement, checksums)
         except BaseException as error:
             job.failure = error
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.arrival import Arrival
+from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.gradient_norm import norm_of
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import Work
@@ -66,7 +67,7 @@ class ChunkUpdate:
     in_place: torch.Tensor | None = None
     left: Countdown | None = None
     states: StateBuffer | None = None
-    reads: list[Work[None]] = field(default_factory=list)
+    reads: list[Work[list[Compare]]] = field(default_factory=list)
     failure: BaseException | None = None
 
     @property
@@ -99,23 +100,32 @@ class ChunkUpdate:
         if left is not None:
             left.one_less()
 
-    def compute(self, machine: Machine, arrived: torch.Tensor | None) -> None:
+    def compute(
+        self, machine: Machine, arrived: torch.Tensor | None, comparisons: Sequence[Compare] = ()
+    ) -> list[tuple[Movement, Checksums | None]]:
+        """``comparisons`` of what was read, then the arithmetic; what to write, with the checksums found here if any are."""
+        with machine.timeline.span("cpu", f"update of {self.chunk.parameter.name}", self.chunk.elements * 4):
+            for compare in comparisons:
+                compare()
+            self._compute(machine, arrived)
+            return [(movement, machine.checksums(*movement)) for movement in self.writes()]
+
+    def _compute(self, machine: Machine, arrived: torch.Tensor | None) -> None:
         """The arithmetic: sum, update, cast."""
         states = self.states
         assert states is not None
-        with machine.timeline.span("cpu", f"update of {self.chunk.parameter.name}", self.chunk.elements * 4):
-            if not self.updates:
-                gradient = states.sum_gradient(arrived)
-                if self.held is not None and self.measures:
-                    self.held.norms[self.chunk.start] = norm_of(gradient)
-                return
-            assert self.options is not None
-            for part in states.parts(adam.part_elements()):
-                gradient = states.gradient(arrived, part, self.factors)
-                moments = states.exp_avg[part], states.exp_avg_sq[part]
-                adam.update(self.options, self.steps_done, states.master[part], gradient, *moments)
-                if self.kept is not Kept.STATES:
-                    states.make_compute_copy(machine.link, part)
+        if not self.updates:
+            gradient = states.sum_gradient(arrived)
+            if self.held is not None and self.measures:
+                self.held.norms[self.chunk.start] = norm_of(gradient)
+            return
+        assert self.options is not None
+        for part in states.parts(adam.part_elements()):
+            gradient = states.gradient(arrived, part, self.factors)
+            moments = states.exp_avg[part], states.exp_avg_sq[part]
+            adam.update(self.options, self.steps_done, states.master[part], gradient, *moments)
+            if self.kept is not Kept.STATES:
+                states.make_compute_copy(machine.link, part)
 
 
 class Countdown:
@@ -134,13 +144,15 @@ class Countdown:
             self._at_zero()
 
 
-def wait_for_all(reads: Iterable[Work[None]]) -> None:
-    """Wait for each, and only then raise the first failure."""
+def wait_for_all(reads: Iterable[Work[list[Compare]]]) -> list[Compare]:
+    """Wait for each, and only then raise the first failure. What is left to compare of all."""
+    comparisons: list[Compare] = []
     errors: list[BaseException] = []
     for read in reads:
         try:
-            read.wait()
+            comparisons += read.wait()
         except BaseException as error:
             errors.append(error)
     if errors:
         raise errors[0]
+    return comparisons

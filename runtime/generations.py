@@ -13,6 +13,7 @@ Assumes: nothing is under way during ``commit``; the directories are locked.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import uuid
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime.checksum import checksum
+from lohan_fx.runtime.checksum import Checksums, Compare, checksum
 from lohan_fx.runtime.file_backend import FileBackend
 from lohan_fx.runtime.generation_files import (
     generation_path,
@@ -95,32 +96,51 @@ class Generations:
 
     def read(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
         """Fill ``view`` from ``start`` of the extent. ``StoreError`` where it is not what was once written."""
+        for compare in self.read_uncompared(versions, start, view, what):
+            compare()
+
+    def read_uncompared(self, versions: Versions, start: int, view: memoryview, what: str) -> list[Compare]:
+        """``read``, but whole chunks are compared with their checksums by the calls of what is returned."""
+        comparisons: list[Compare] = []
         for spans in versions.runs(versions.spans(start, start + len(view))):
             part = _part(view, start, spans)
             self._files.read_pieces(versions.pieces(spans[0].chunk), spans[0].start, part, what)
-            for span in spans:
-                if versions.must_check(span):
-                    self._check(versions, span, _part(view, start, [span]), what)
+            for span in filter(versions.must_check, spans):
+                part = _part(view, start, [span])
+                compare = functools.partial(self._compare, versions, span.chunk, int(versions.sums[span.chunk]), what)
+                if span.whole:
+                    comparisons.append(functools.partial(compare, part))
+                else:
+                    whole = versions.span_of(span.chunk)
+                    part = _scratch(whole)
+                    self._files.read_pieces(versions.pieces(span.chunk), whole.start, part, what)
+                    compare(part)
+        return comparisons
 
-    def _check(self, versions: Versions, span: Span, part: memoryview, what: str) -> None:
-        whole = versions.span_of(span.chunk)
-        if span.whole:
-            found = checksum(part)
-        else:
-            view = _scratch(whole)
-            self._files.read_pieces(versions.pieces(span.chunk), whole.start, view, what)
-            found = checksum(view)
-        if found != int(versions.sums[span.chunk]):
+    def _compare(self, versions: Versions, chunk: int, expected: int, what: str, view: memoryview) -> None:
+        """``view``: all of the chunk, as it was read."""
+        found = checksum(view)
+        if found != expected:
+            whole = versions.span_of(chunk)
             raise StoreError(
                 f"{what}: bytes {whole.start} to {whole.end} of it are damaged: their checksum is {found:#018x}, that of "
-                f"what was written {int(versions.sums[span.chunk]):#018x}; lohan-fx fsck lists all damage in "
+                f"what was written {expected:#018x}; lohan-fx fsck lists all damage in "
                 f"{', '.join(map(str, self._directories))}"
             )
-        versions.checked(span.chunk)
+        versions.checked(chunk)
 
-    def write(self, versions: Versions, start: int, view: memoryview, what: str) -> None:
-        """Write ``view`` at ``start`` of the extent, to slots that no kept generation needs."""
+    @staticmethod
+    def checksums(versions: Versions | None, start: int, view: memoryview) -> Checksums:
+        """Of ``view``, which begins at ``start`` of the extent; of scratch, which has no ``versions``, a single one."""
+        if versions is None:
+            return (checksum(view),)
+        spans = versions.spans(start, start + len(view))
+        return tuple(checksum(_part(view, start, [span])) if span.whole else None for span in spans)
+
+    def write(self, versions: Versions, start: int, view: memoryview, what: str, checksums: Checksums) -> None:
+        """Write ``view``, whose ``checksums`` are these, at ``start`` of the extent, to slots that no kept generation needs."""
         self._refuse_if_uncertain(what)
+        sums = iter(checksums)
         left = list(versions.spans(start, start + len(view)))
         for span in left:
             self._copy_rest(versions, span, what)
@@ -129,12 +149,11 @@ class Generations:
                 versions.begin_write(span)
         try:
             for spans in versions.runs(list(left)):
-                sums = [checksum(_part(view, start, [span])) if span.whole else None for span in spans]
                 part = _part(view, start, spans)
                 self._files.write_pieces(versions.pieces(spans[0].chunk), spans[0].start, part, what)
                 with self._lock:
-                    for span, found in zip(spans, sums, strict=True):
-                        versions.end_write(span, found)
+                    for span in spans:
+                        versions.end_write(span, next(sums))
                 del left[: len(spans)]
         except BaseException:
             with self._lock:

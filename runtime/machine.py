@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lohan_fx.plan import Windows
+from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
@@ -47,6 +48,9 @@ class Machine:
     moments: Lane
     windows: Windows
     landing: Room
+    sums_beside_updates: bool = False
+    """Whether the thread that updates a chunk finds its checksums too, while the chunk is in its cache: where it is the only one.
+    Beside a GPU an update has many threads, and so have checksums: those of the drives."""
 
     @property
     def device(self) -> torch.device:
@@ -57,10 +61,24 @@ class Machine:
         with self.timeline.span("ssd", f"read {extent}", nbytes):
             self.store.read(extent, offset, buffer, nbytes)
 
-    def write(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+    def read_to_update(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> list[Compare]:
+        """``read``; what is left to call before an update uses the bytes."""
+        if not self.sums_beside_updates:
+            self.read(extent, offset, buffer, nbytes)
+            return []
+        with self.timeline.span("ssd", f"read {extent}", nbytes):
+            return self.store.read_uncompared(extent, offset, buffer, nbytes)
+
+    def checksums(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> Checksums | None:
+        """For ``write``, after an update: those of the buffer, or None where the drives' threads find them."""
+        return self.store.checksums(extent, offset, buffer, nbytes) if self.sums_beside_updates else None
+
+    def write(
+        self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int, checksums: Checksums | None = None
+    ) -> None:
         """``store.write``, on the clock of the ssd lane."""
         with self.timeline.span("ssd", f"write {extent}", nbytes):
-            self.store.write(extent, offset, buffer, nbytes)
+            self.store.write(extent, offset, buffer, nbytes, checksums)
 
     def pieces(self, nbytes: int) -> list[tuple[int, int]]:
         """(offset, bytes) of the transfers that ``nbytes`` are cut into."""
@@ -165,6 +183,7 @@ def start_machine(
         moments=Lane("moments"),
         windows=windows,
         landing=Room(),
+        sums_beside_updates=adam_threads == 1,
     )
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
     torch.set_num_threads(compute_threads)

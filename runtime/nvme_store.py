@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 
 from lohan_fx.errors import LaneTimeout, StoreError
+from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.extents import Extent, Extents
 from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, lock_directory, unlock_directory
 from lohan_fx.runtime.generation_files import generations_in, refuse_checkpoints
@@ -255,37 +256,57 @@ class NvmeStore:
         ``offset`` is a multiple of 4096; ``buffer`` a contiguous uint8 CPU tensor with room for ``nbytes`` rounded up
         to 4096, page-aligned where the files are direct. Raises ``ValueError`` otherwise, ``StoreError`` if I/O fails.
         """
+        for compare in self.read_uncompared(name, offset, buffer, nbytes):
+            compare()
+
+    def read_uncompared(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> list[Compare]:
+        """``read``, but with checkpoints what was read may not be used before all that is returned has been called.
+
+        For who reads ``buffer`` next, on another thread: checksums take half as long where that is in a cache (docs/0040).
+        """
         extent, view, what = self._asked("reading", name, offset, buffer, nbytes)
         with self._call(what):
-            self._in_time(lambda: self._read(extent, name, offset, view, what), what)
+            return self._in_time(lambda: self._read(extent, name, offset, view, what), what)
 
-    def _read(self, extent: Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+    def _read(self, extent: Extent, name: str, offset: int, view: memoryview, what: str) -> list[Compare]:
         if self._generations is not None and extent.versions is not None:
-            self._generations.read(extent.versions, offset, view, what)
-            return
+            return self._generations.read_uncompared(extent.versions, offset, view, what)
         self.read_pieces(extent.pieces, offset, view, what)
-        if self._generations is not None:
-            self._generations.scratch.check(name, offset, view, what)
+        return [] if self._generations is None else self._generations.scratch.comparisons(name, offset, view, what)
 
-    def write(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+    def checksums(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> Checksums | None:
+        """What a ``write`` of the same arguments needs to know of ``buffer``, found now; None where nothing is kept."""
+        if self._generations is None:
+            return None
+        extent, view, _ = self._asked("writing", name, offset, buffer, nbytes)
+        return self._generations.checksums(extent.versions, offset, view)
+
+    def write(
+        self, name: str, offset: int, buffer: torch.Tensor, nbytes: int, checksums: Checksums | None = None
+    ) -> None:
         """Write ``nbytes`` of ``buffer`` to extent ``name`` at ``offset``, and on to the end of the last page.
 
         Whole pages are written: what follows ``nbytes`` in ``buffer`` replaces the rest of the last page in the
-        extent. Arguments and errors as in ``read``.
+        extent. Arguments and errors as in ``read``. ``checksums``: from ``checksums``, where ``buffer`` has not changed since.
         """
         extent, view, what = self._asked("writing", name, offset, buffer, nbytes)
         with self._call(what):
-            self._in_time(lambda: self._write(extent, name, offset, view, what), what)
+            self._in_time(lambda: self._write(extent, name, offset, view, what, checksums), what)
 
-    def _write(self, extent: Extent, name: str, offset: int, view: memoryview, what: str) -> None:
+    def _write(
+        self, extent: Extent, name: str, offset: int, view: memoryview, what: str, checksums: Checksums | None
+    ) -> None:
         if self._generations is None:
             self.write_pieces(extent.pieces, offset, view, what)
-        elif extent.versions is not None:
-            self._generations.write(extent.versions, offset, view, what)
+            return
+        if checksums is None:
+            checksums = self._generations.checksums(extent.versions, offset, view)
+        if extent.versions is not None:
+            self._generations.write(extent.versions, offset, view, what, checksums)
         else:
             self._generations.scratch.begin_write(name, offset, len(view))
             self.write_pieces(extent.pieces, offset, view, what)
-            self._generations.scratch.end_write(name, offset, view)
+            self._generations.scratch.end_write(name, offset, len(view), checksums)
 
     def read_pieces(self, pieces: Sequence[Piece], start: int, view: memoryview, what: str) -> None:
         """For ``generations``: fill ``view`` from byte ``start`` of what ``pieces`` cover."""

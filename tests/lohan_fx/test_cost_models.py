@@ -54,7 +54,7 @@ FUYOU = {
     "BW_C2S": 0.5,
     "N": 2.0,
 }
-SECONDS = ("forward_s", "backward_s", "recompute_s", "coming_back_s", "T_f_comp", "RC", "T_o_comp")
+SECONDS = ("RC", "T_f_comp", "T_o_comp")  # those that do not end in _s
 RATES = ("THP", "BW_", "ADAM", "bytes_per_s", "parameters_per_s")
 
 
@@ -63,7 +63,8 @@ def a_rate(name: str) -> bool:
 
 
 def a_time(name: str) -> bool:
-    return name in SECONDS or name.startswith("io_core_s_per_") or (name.startswith("T_") and not a_rate(name))
+    named = name in SECONDS or name.endswith("_s") or name.startswith(("io_core_s_per_", "T_"))
+    return named and not a_rate(name)
 
 
 def values_of(model: CostModel, number: float = 3.0) -> dict[str, float]:

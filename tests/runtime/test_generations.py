@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lossy_drive import LossyDrive
 from lohan_fx.errors import StoreError
+from lohan_fx.runtime import generations
 from lohan_fx.runtime.file_backend import FileBackend, PosixBackend
 from lohan_fx.runtime.generation_files import CHECKPOINTS, IDENTITY, generation_path, generations_in, read_generations
 from lohan_fx.runtime.in_time import InTime
@@ -454,6 +455,51 @@ def test_a_flipped_bit_is_found_by_the_first_read(directory: Path, nbytes: int) 
         with pytest.raises(StoreError, match=rf"extent 'a': bytes 0 to {2 * PAGE} of it are damaged.*fsck"):
             contents(store, "a", nbytes)
         assert contents(store, "b", PAGE).numel() == PAGE
+
+
+def test_what_is_read_uncompared_is_compared_by_the_calls_that_it_returns(directory: Path) -> None:
+    record = committed(directory).extents["a"]
+    with resume(directory) as store:
+        buffer = page_aligned(6 * PAGE)
+        found = store.read_uncompared("a", 0, buffer, SIZES["a"])
+        assert len(found) == 3
+        for compare in found:
+            compare()
+        flip(directory, record.slots[record.current[1]][0].file_offset_bytes + 2 * PAGE + 5)
+        first, second, third = store.read_uncompared("a", 0, buffer, SIZES["a"])
+        first(), third()
+        with pytest.raises(StoreError, match=rf"extent 'a': bytes {2 * PAGE} to {4 * PAGE} of it are damaged"):
+            second()
+    with (
+        resume(directory) as store,  # which has seen nothing of the chunk, and is asked for a part
+        pytest.raises(StoreError, match=rf"extent 'a': bytes {2 * PAGE} to {4 * PAGE} of it are damaged"),
+    ):
+        store.read_uncompared("a", 2 * PAGE, buffer, PAGE)
+
+
+def test_checksums_that_are_known_before_a_write_are_kept_with_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found once; and what changes between them and the write is damage like any other."""
+    buffers = {"a": patterned(6 * PAGE, 1), "scratch": patterned(3 * PAGE, 2)}
+    with begin(directory) as store:
+        fill(store, 0)
+        for name, buffer in buffers.items():
+            known = store.checksums(name, 0, buffer, SIZES[name])
+            with monkeypatch.context() as patched:
+                patched.setattr(generations, "checksum", lambda view: pytest.fail("found twice"))
+                store.write(name, 0, buffer, SIZES[name], known)
+            assert torch.equal(contents(store, name, SIZES[name]), buffer[: SIZES[name]])
+        for name, buffer in buffers.items():
+            known = store.checksums(name, 0, buffer, SIZES[name])
+            buffer[5] += 1
+            store.write(name, 0, buffer, SIZES[name], known)
+            with pytest.raises(StoreError, match=r"are damaged|is not what was written"):
+                contents(store, name, SIZES[name])
+        assert store.checksums("a", PAGE, patterned(2 * PAGE, 1), 2 * PAGE) == (None, None)
+    with NvmeStore([directory]) as store:  # without checkpoints nothing is summed
+        store.allocate({"a": PAGE})
+        assert store.checksums("a", 0, patterned(PAGE, 1), PAGE) is None
 
 
 def test_a_new_store_leaves_checkpoints_alone(directory: Path) -> None:

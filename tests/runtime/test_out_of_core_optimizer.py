@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
+from lohan_fx.runtime import generations
 from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.machine import SSD_THREADS, Machine
@@ -25,6 +27,7 @@ from lohan_fx.runtime.state_buffer import SMALL_BUFFERS, SMALL_ELEMENTS
 from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
+from tests.runtime.test_generations import flip
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -58,7 +61,7 @@ class Rig:
         )
         self.expected = {}
         for slot, found in self.slots.items():
-            machine.store.allocate(found.extents(chunk_elements))
+            machine.store.allocate(found.extents(chunk_elements), chunk_bytes=found.chunk_bytes(chunk_elements))
             value = torch.randn(found.shape, generator=torch.Generator().manual_seed(slot))
             self.states.write_parameter(slot, value)
             self.expected[slot] = nn.Parameter(value)
@@ -111,6 +114,16 @@ def any_rig(request: pytest.FixtureRequest, tmp_path: Path, shares_memory: bool)
 @pytest.fixture
 def rig(tmp_path: Path, shares_memory: bool) -> Iterator[Rig]:
     yield from rigged(tmp_path, shares_memory=shares_memory)
+
+
+@pytest.fixture(params=[(True, torch.bfloat16), (False, torch.bfloat16), (True, torch.float32)], ids=str)
+def kept_rig(request: pytest.FixtureRequest, directory: Path) -> Iterator[Rig]:
+    """Its store keeps checkpoints, whose checksums are found by the thread that updates, or by those of the drives."""
+    beside, compute = request.param
+    for rig in rigged(directory, compute=compute):
+        rig.machine.sums_beside_updates = beside
+        rig.machine.store.keep_generations(1)
+        yield rig
 
 
 def rigged(
@@ -501,6 +514,43 @@ def starts_over(rig: Rig) -> None:
         rig.optimizer.barrier(PATIENCE_S)
         rig.reference_step(seed)
     rig.same()
+
+
+def test_checksums_of_states_are_found_while_they_are_in_a_cache(
+    kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the thread that updates, where it is the only one; what is kept is the same, and so are the numbers."""
+    threads: list[str] = []
+
+    def noted(view: memoryview) -> int:
+        threads.append(threading.current_thread().name.rpartition("-")[0])
+        return checksum(view)
+
+    for seed in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr(generations, "checksum", noted)
+            kept_rig.offer(seed)
+            kept_rig.optimizer.barrier(PATIENCE_S)
+        kept_rig.reference_step(seed)
+        kept_rig.same()  # reads, and compares
+        kept_rig.machine.store.commit({}, verify=True)
+    assert set(threads) == {"lohan-cpu" if kept_rig.machine.sums_beside_updates else "lohan-ssd"}
+
+
+def test_damaged_states_are_not_updated(kept_rig: Rig, directory: Path) -> None:
+    store = kept_rig.machine.store
+    kept_rig.offer(0)
+    kept_rig.optimizer.barrier(PATIENCE_S)
+    store.commit({})
+    versions = store._extents["long:moments"].versions
+    assert versions is not None
+    flip(directory, versions.pieces(0)[0].file_offset_bytes + 5)
+    slot = versions.current[0]
+    with pytest.raises(StoreError, match=r"extent 'long:moments': bytes 0 to \d+ of it are damaged"):
+        kept_rig.offer(1)
+        kept_rig.optimizer.barrier(PATIENCE_S)
+    kept_rig.optimizer.settle(PATIENCE_S)
+    assert versions.current[0] == slot
 
 
 @pytest.mark.parametrize(
