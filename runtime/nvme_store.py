@@ -262,7 +262,7 @@ class NvmeStore:
     def read_uncompared(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> list[Compare]:
         """``read``, but with checkpoints what was read may not be used before all that is returned has been called.
 
-        For who reads ``buffer`` next, on another thread: checksums take half as long where that is in a cache (docs/0040).
+        For who uses ``buffer`` next, on another thread: a checksum takes less time where a cache has it (docs/0040).
         """
         extent, view, what = self._asked("reading", name, offset, buffer, nbytes)
         with self._call(what):
