@@ -182,8 +182,9 @@ def train(
     *,
     verify: bool = False,
     recipe: Recipe = RECIPES[0],
+    steps: int = STEPS,
 ) -> str:
-    """A life: resume if there is a checkpoint, go on to the last step; a hash of all that came out."""
+    """A life: resume if there is a checkpoint, go on to the last step, or to ``steps``; a hash of all that came out."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shared.phase("resume" if generations_in(directory) else "compile")
@@ -216,7 +217,7 @@ def train(
     if found:
         losses.extend(found.extra["losses"])
         scaler.load_state_dict(found.extra["scaler"])
-    while len(losses) < STEPS:
+    while len(losses) < steps:
         shared.phase("step")
         losses.append(recipe.step(model, optimizer, scaler))
         scheduler.step()

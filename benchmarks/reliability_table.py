@@ -38,9 +38,11 @@ def _faults(found: Figures) -> str:
 
 
 def _fuzz(found: Figures) -> str:
+    trainings = found.get("training")
+    taken = f" (of trainings {trainings['accepted']:,}, taken up and exported)" if trainings else ""
     return (
         f"{found['mutated']:,} mutated: {found['refused']:,} refused, {found['accepted']:,} accepted and inside the "
-        f"files, {found['wrong']} wrong"
+        f"files{taken}, {found['wrong']} wrong"
     )
 
 
@@ -90,8 +92,13 @@ ROWS = (
     Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
     Row("faults", "A fault of the drive surfaces, or changes nothing (2 checkpoints kept)", "0 silent", _faults),
     Row("faults_keep1", "The same with 1 checkpoint kept, read back (`verify=True`)", "0 silent", _faults),
-    Row("fuzz_manifests", "No manifest leads out of the files", "0 wrong", _fuzz),
-    Row("commit", "A commit takes no longer for a larger model", "< 1 % of a step, and syncing", _commit),
+    Row("fuzz_manifests", "No manifest leads out of the files, or breaks what reads it", "0 wrong", _fuzz),
+    Row(
+        "commit",
+        "A commit is a moment beside a step, also for a larger model (states on NVMe)",
+        "< 1 % of a step, and syncing",
+        _commit,
+    ),
     Row("checksums", "Checksums of all that is written and read", "< 3 %", _checksums),
     Row("larger_than_memory", "Memory stays below the promise", "as promised", _memory),
     Row("larger_than_memory_3b", "The same, built on `meta`: also while weights are made", "as promised", _memory),
@@ -117,7 +124,8 @@ Measured on:
 - *A drive that stores other bits than it was given, and says nothing*: the checksum of every chunk is compared whenever
   the chunk is read, so no training goes on with them. But the read may come a step after the commit, when the checkpoint
   before is gone. Keep two (`checkpoint(keep=2)`), and go back by one (`lohan-fx fsck` says which is whole); or read back
-  what is new before it counts (`checkpoint(verify=True)`), which takes a read of all states and no more disk.
+  what is new before it counts (`checkpoint(verify=True)`), which takes a read of all states and no more disk. The manifest
+  is always read back before it replaces the one before; an older one that is damaged costs only itself.
 - *A drive that fails* (EIO, no space, short counts): one error that names file, place and remedy; the last checkpoint holds.
 - *A drive that does not answer*: a timeout that names what was waited for, what each lane ran and had queued, and where
   every thread was. Ctrl-C does not wait for it.

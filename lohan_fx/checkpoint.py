@@ -16,7 +16,8 @@ from lohan_fx.compile import compiled
 from lohan_fx.errors import StoreError
 from lohan_fx.optim import Adam
 from lohan_fx.plain_json import decoded
-from lohan_fx.random_state import set_random_state
+from lohan_fx.random_state import Generators
+from lohan_fx.resuming import saved_count
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.training_state import STOPPED_IN_STEP, Parts, Stateful, commit_training, saved_groups
 
@@ -93,7 +94,12 @@ def resume(
         return None
     number = engine.store.committed
     try:
-        groups = saved_groups(state, optimizer)
+        step = saved_count(state, "step", number)
+        backwards = None if state["backwards"] is None else saved_count(state, "backwards", number)
+        # Absent where an earlier lohan_fx wrote it.
+        last_backwards = saved_count(state, "last_backwards", number, absent=0)
+        generators = Generators.of(state["random"])
+        groups, extra = saved_groups(state, optimizer), decoded(state["extra"])
         for name, taker in (("scheduler", scheduler), ("loader", loader)):
             saved = decoded(state[name])
             if (taker is None) != (saved is None):
@@ -103,15 +109,14 @@ def resume(
                 taker.load_state_dict(saved)
         # torch's own, without states: ours are in the store already.
         torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
-        optimizer.steps_done = int(state["step"])
-        # Absent where an earlier lohan_fx wrote it.
-        engine.micro_batches.resume(state["backwards"], int(state.get("last_backwards", 0)))
+        optimizer.steps_done = step
+        engine.micro_batches.resume(backwards, last_backwards)
         # A training that clips does so in its next step, whose gradients must still be there then.
         engine.updates.holds = engine.updates.holds or bool(state.get("holds"))
-        found = Resumed(int(state["step"]), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True)
-        optimizer.parts = Parts(scheduler, loader, found.extra)
-        set_random_state(state["random"])
-    except (KeyError, TypeError) as error:
+        found = Resumed(step, extra, number, state.get(STOPPED_IN_STEP) is True)
+        optimizer.parts = Parts(scheduler, loader, extra)
+        generators.set()
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"checkpoint {number} lacks what a training needs ({error!r}): resume from another") from error
     engine.resumed = None
     _LOG.info("resumed from checkpoint %d, after step %d", number, found.step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from lohan_fx.runtime.manifest import ExtentRecord, Manifest
 from lohan_fx.runtime.stored_extents import StoredExtents
 
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
-               "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
+               "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}  # fmt: skip
 Add = Callable[..., argparse.ArgumentParser]
 
 
@@ -42,17 +43,20 @@ def add_checkpoint_commands(add_parser: Add) -> None:
 
 def _fsck(arguments: argparse.Namespace) -> int:
     with StoredExtents(arguments.directories) as stored:
-        damaged = [_check(stored, manifest) for manifest in stored.manifests]
-        whole = [m.generation for m, found in zip(stored.manifests, damaged, strict=True) if not found]
-    newest = stored.manifests[-1].generation
-    if not any(damaged):
+        for number, error in stored.damaged.items():
+            print(f"checkpoint {number}: {error}")
+        whole = [manifest.generation for manifest in stored.manifests if not _check(stored, manifest)]
+        every = sorted([*stored.damaged, *(manifest.generation for manifest in stored.manifests)])
+    if whole == every:
         return 0
-    if whole and newest not in whole:
-        print(f"checkpoint {whole[-1]} is whole: move the files of later ones away to resume from it")
-    elif not whole:
+    if not whole:
         print(
             "no checkpoint is whole; what is not listed above is, and a damaged compute copy can be made from its master"
         )
+    elif whole[-1] == every[-1]:
+        print(f"checkpoint {whole[-1]}, the newest, is whole: a resume continues from it")
+    else:
+        print(f"checkpoint {whole[-1]} is whole: move the files of later ones away to resume from it")
     return 1
 
 
@@ -90,28 +94,34 @@ def _export(arguments: argparse.Namespace) -> None:
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with StoredExtents(arguments.directories) as stored:
         manifest = stored.manifests[-1]
+        if max(stored.damaged, default=0) > manifest.generation:
+            raise stored.damaged[max(stored.damaged)]
         try:
             with temporary.open("xb") as file:
-                nbytes = _write_safetensors(stored, manifest, file, arguments.dtype)
+                nbytes = write_safetensors(stored, manifest, file, arguments.dtype)
                 os.fsync(file.fileno())
             temporary.replace(output)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"checkpoint {manifest.generation} does not describe a model ({error!r})") from error
         finally:
             temporary.unlink(missing_ok=True)
     print(f"{output}: checkpoint {manifest.generation}, after step {manifest.state.get('step')}, {nbytes:,} bytes")
 
 
-def _write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO, dtype: str | None) -> int:
-    """Header, then the tensors one after the other, each a chunk at a time; the bytes written."""
+def write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO, dtype: str | None) -> int:
+    """Header, then the tensors one after the other, each a chunk at a time; the bytes written. Raises ``StoreError`` where
+    what is read is damaged, or describes no model."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parameters = [(entry, dtype or entry["master_dtype"]) for entry in manifest.state["parameters"]]
-    buffers = {name: decoded_tensor(saved) for name, saved in manifest.state["buffers"].items()}
     end = 0
-    for entry, kind in parameters:
-        end = _describe(header, entry["name"], kind, entry["shape"], end)
-    for name, buffer in buffers.items():
-        end = _describe(header, name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape), end)
+    try:
+        parameters = [
+            (_checked(manifest, entry), dtype or entry["master_dtype"]) for entry in manifest.state["parameters"]
+        ]
+        buffers = {name: decoded_tensor(saved) for name, saved in manifest.state["buffers"].items()}
+        for entry, kind in parameters:
+            end = _describe(header, entry["name"], kind, entry["shape"], end)
+        for name, buffer in buffers.items():
+            end = _describe(header, name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape), end)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StoreError(f"checkpoint {manifest.generation} does not describe a model ({error!r})") from error
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -124,8 +134,26 @@ def _write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO
     return 8 + len(text) + end
 
 
+def _checked(manifest: Manifest, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``entry``, which describes a parameter. Raises ``StoreError`` where its master has not the bytes for that."""
+    name, shape = entry["name"], entry["shape"]
+    nbytes = math.prod(_size(size) for size in shape) * DTYPES[entry["master_dtype"]].itemsize
+    record = manifest.extents.get(f"{name}:master")
+    if nbytes != (0 if record is None else record.nbytes):
+        raise StoreError(f"checkpoint {manifest.generation}: {name!r} is not of the shape {shape}: it is damaged")
+    return entry
+
+
+def _size(size: object) -> int:
+    if type(size) is not int or size < 0:
+        raise TypeError(f"{size!r} is not a size")
+    return size
+
+
 def _describe(header: dict[str, Any], name: str, dtype: str, shape: list[int], start: int) -> int:
-    end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+    if dtype not in SAFETENSORS:
+        raise StoreError(f"{name!r} is of {dtype}, which safetensors cannot hold: resume, and save it your own way")
+    end = start + math.prod(shape) * DTYPES[dtype].itemsize
     header[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, end]}
     return end
 

@@ -168,7 +168,7 @@ class Adam(torch.optim.Optimizer):
         """
         del set_to_none
         assert self._engine is not None
-        self._engine.updates.drop()
+        self._engine.drop_gradients()
 
     # --- state_dict: torch's own format, so that it can be exchanged with torch.optim.AdamW -------------------
 

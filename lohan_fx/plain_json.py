@@ -89,9 +89,12 @@ def decoded(value: Any) -> Any:
 
 def _decoded_pairs(pairs: list[Any], found: dict[Any, Any]) -> dict[Any, Any]:
     for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], list | dict | Counter):
+        if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError("a dict is not pairs of key and value")
-        found[pair[0]] = pair[1]
+        try:
+            found[pair[0]] = pair[1]
+        except TypeError as error:
+            raise ValueError(f"{pair[0]!r} cannot be the key of a dict") from error
     return found
 
 
@@ -106,4 +109,7 @@ def decoded_tensor(value: Any) -> torch.Tensor:
     raw = bytearray(base64.b64decode(data, validate=True))
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor of {dtype} and shape {shape} has {len(raw)} bytes")
-    return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    try:
+        return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    except (RuntimeError, OverflowError) as error:  # sizes beside a zero may be of any size
+        raise ValueError(f"a tensor of shape {shape} cannot be: {error}") from error

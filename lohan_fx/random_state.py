@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,15 +27,38 @@ def random_state() -> dict[str, Any]:
     return found
 
 
-def set_random_state(state: Any) -> None:
-    """Put them there. Raises ``ValueError`` for anything that ``random_state`` did not return."""
-    found = decoded(state)
-    try:
-        kind, keys, position, has_gauss, gauss = found["numpy"]
-        random.setstate(found["python"])
-        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
-        torch.set_rng_state(found["torch"])
-        if found["cuda"]:
-            torch.cuda.set_rng_state_all(found["cuda"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"the random state of the checkpoint cannot be set: {error}") from error
+@dataclass(frozen=True)
+class Generators:
+    """Where all of them were, checked: ``set`` puts them there."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    gpus: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, state: Any) -> Self:
+        """From what ``random_state`` returned. Raises ``ValueError`` for anything else, and for more GPUs than there are."""
+        try:
+            found = decoded(state)
+            kind, keys, position, has_gauss, gauss = found["numpy"]
+            numpy = kind, np.array(keys, np.uint32), position, has_gauss, gauss
+            random.Random().setstate(found["python"])
+            np.random.RandomState().set_state(numpy)
+            torch.Generator().set_state(found["torch"])
+            gpus = tuple(found["cuda"])
+            if len(gpus) > torch.cuda.device_count():
+                raise RuntimeError(f"it is of {len(gpus)} GPUs, here are {torch.cuda.device_count()}")
+            for index, gpu in enumerate(gpus):
+                torch.Generator(f"cuda:{index}").set_state(gpu)
+            return cls(found["python"], numpy, found["torch"], gpus)
+        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"the random state of the checkpoint cannot be set: {error}") from error
+
+    def set(self) -> None:
+        """Draw from there on."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.gpus:
+            torch.cuda.set_rng_state_all(self.gpus)

@@ -118,8 +118,9 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
         raise StoreError(
             f"checkpoint {manifest.generation} lacks what a model needs ({error!r}): it is damaged"
         ) from error
-    engine.wear.earlier_bytes = _bytes(manifest, "bytes_written")
-    engine.wear.expect(_bytes(manifest, "step_bytes"))
+    # Absent where an earlier lohan_fx wrote it.
+    engine.wear.earlier_bytes = saved_count(state, "bytes_written", manifest.generation, absent=0)
+    engine.wear.expect(saved_count(state, "step_bytes", manifest.generation, absent=0))
     for name, slot in slots.items():
         engine.residency[slot.slot].updates = int(updates[name])
     for slot in stale:
@@ -130,10 +131,11 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
     engine.resumed = state
 
 
-def _bytes(manifest: Manifest, name: str) -> int:
-    found = manifest.state.get(name, 0)  # absent where an earlier lohan_fx wrote it
+def saved_count(state: Mapping[str, Any], name: str, checkpoint: int, *, absent: int | None = None) -> int:
+    """A number of ``state``. Raises ``StoreError`` for anything that no training would have written there."""
+    found = state.get(name, absent)
     if type(found) is not int or not 0 <= found < 1 << 63:
-        raise StoreError(f"checkpoint {manifest.generation} says that {name} is {found!r}: it is damaged")
+        raise StoreError(f"checkpoint {checkpoint} says that {name} is {found!r}: it is damaged")
     return found
 
 

@@ -221,6 +221,12 @@ class Engine:
         self.on_stage("end")
         return updated
 
+    def drop_gradients(self) -> None:
+        """``zero_grad``: forget the gradients that are held, which ends a step that is skipped. Raises ``StepError`` where they
+        have been applied already."""
+        self.updates.drop()
+        self.wear.step_ends()
+
     def _still_to_write(self) -> int:
         """Most bytes that the updates which ``step`` began may yet write."""
         return sum(self.states.written_by_update(slot) for slot in self.updates.pending())

@@ -54,6 +54,9 @@ class FileBackend(Protocol):
     def fdatasync(self, fd: int) -> None:
         """Return when everything written is on the drive."""
 
+    def forget(self, fd: int) -> None:
+        """Drop what the system holds in memory of the file, which is on the drive: the next read asks the drive."""
+
     def close(self, fd: int) -> None:
         """Close the descriptor."""
 
@@ -101,6 +104,9 @@ class PosixBackend:
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def forget(self, fd: int) -> None:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self, fd: int) -> None:
         os.close(fd)

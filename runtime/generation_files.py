@@ -3,7 +3,8 @@
 ``DIR/lohan_fx.checkpoints/`` (its owner's only) holds in each directory of a store ``identity.json``, and in the first
 one a manifest ``generation-<number>`` per checkpoint.
 
-Guarantees: no symbolic link is followed; a manifest under its name is complete and on the drive.
+Guarantees: no symbolic link is followed; a manifest under its name is complete, on the drive, and was read back from
+there.
 Assumes: the directory is locked by the caller, but for reading.
 """
 
@@ -14,8 +15,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +129,30 @@ def _write_file(target: Path, data: bytes, backend: FileBackend) -> None:
                     raise OSError(errno.EIO, "nothing was written")
                 done += count
         backend.fdatasync(fd)
+        _check_written(fd, data, target, backend)
     finally:
         backend.close(fd)
     backend.rename(temporary, target)
     backend.sync_directory(target.parent)
+
+
+def _check_written(fd: int, data: bytes, target: Path, backend: FileBackend) -> None:
+    """Raises ``StoreError`` unless the drive gives back ``data``: the file that this one replaces may be the last good one."""
+    backend.forget(fd)
+    found = bytearray(len(data))
+    view = memoryview(found)
+    done = 0
+    while done < len(view):
+        with suppress(InterruptedError):
+            count = backend.preadv(fd, view[done:], done)
+            if count <= 0:
+                break
+            done += count
+    if found != data:
+        raise StoreError(
+            f"writing {target}: the drive gives back other bytes than were written, and nothing is replaced by them; move the "
+            "store to another drive"
+        )
 
 
 def read_generation(directory: Path, number: int) -> Manifest:
@@ -141,16 +164,58 @@ def read_generation(directory: Path, number: int) -> Manifest:
     return manifest
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The checkpoints kept in the directories of a store: ``whole`` manifests, oldest first, and by number why others cannot
+    be read."""
+
+    whole: tuple[Manifest, ...] = ()
+    damaged: Mapping[int, StoreError] = field(default_factory=dict)
+
+
 def read_generations(directories: Sequence[Path]) -> list[Manifest]:
     """The checkpoints kept in ``directories``, oldest first; none where there are none.
 
-    Raises ``StoreError`` where they are not the directories of one store in their order, or the newest is damaged.
+    Raises ``StoreError`` where they are not the directories of one store in their order, or the newest is damaged. An
+    older one that is damaged is left out, with a warning: nothing depends on it.
+    """
+    found = survey(directories)
+    newest = max((*found.damaged, *(manifest.generation for manifest in found.whole)), default=0)
+    for number, error in found.damaged.items():
+        if number == newest:
+            raise error
+        warnings.warn(f"lohan_fx: checkpoint {number} is lost, later ones are not: {error}", stacklevel=2)
+    return list(found.whole)
+
+
+def survey(directories: Sequence[Path]) -> Kept:
+    """All checkpoints kept in ``directories``, also those that cannot be read.
+
+    Raises ``StoreError`` where these are not the directories, in their order, of the store whose checkpoint is the newest
+    whole one.
     """
     numbers = generations_in(directories[0])
     if not numbers:
-        return []
+        return Kept()
     check_private(directories[0] / CHECKPOINTS)
-    newest = read_generation(directories[0], numbers[-1])
+    read: dict[int, Manifest] = {}
+    damaged: dict[int, StoreError] = {}
+    for number in numbers:
+        try:
+            read[number] = read_generation(directories[0], number)
+        except StoreError as error:
+            damaged[number] = error
+    if not read:
+        return Kept(damaged=damaged)
+    newest = read[max(read)]
+    _check_directories(directories, newest)
+    # Older ones than are kept are only still there.
+    first = numbers[-1] - newest.keep + 1
+    whole = [_of_store(directories[0], manifest, newest) for number, manifest in read.items() if number >= first]
+    return Kept(tuple(whole), {number: error for number, error in damaged.items() if number >= first})
+
+
+def _check_directories(directories: Sequence[Path], newest: Manifest) -> None:
     if len(newest.file_bytes) != len(directories):
         raise StoreError(
             f"the checkpoint in {directories[0]} is of {len(newest.file_bytes)} directories; {len(directories)} were "
@@ -158,15 +223,14 @@ def read_generations(directories: Sequence[Path]) -> list[Manifest]:
         )
     for index, directory in enumerate(directories):
         _check_identity(directory, newest.run, index)
-    older = [number for number in numbers[:-1] if number > newest.generation - newest.keep]
-    return [*(_older(directories[0], number, newest) for number in older), newest]
 
 
-def _older(directory: Path, number: int, newest: Manifest) -> Manifest:
-    manifest = read_generation(directory, number)
+def _of_store(directory: Path, manifest: Manifest, newest: Manifest) -> Manifest:
     same = manifest.run == newest.run and manifest.extents.keys() == newest.extents.keys()
     if not same or any(manifest.extents[name].slots != extent.slots for name, extent in newest.extents.items()):
-        raise StoreError(f"{generation_path(directory, number)} is of another store than the newest: move it away")
+        raise StoreError(
+            f"{generation_path(directory, manifest.generation)} is of another store than the newest: move it away"
+        )
     return manifest
 
 

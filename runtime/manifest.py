@@ -82,7 +82,7 @@ class Manifest:
         try:
             return _manifest(json.loads(body))
         except (ValueError, RecursionError) as error:
-            raise StoreError(f"{where} is damaged: {error}; resume from another checkpoint") from error
+            raise StoreError(f"{where} is damaged: {error}; lohan-fx fsck says which checkpoint is whole") from error
 
 
 def sealed(body: bytes) -> bytes:
@@ -101,7 +101,9 @@ def _opened(data: bytes, where: str) -> bytes:
             "install the version that wrote it"
         )
     if xxhash.xxh3_128_hexdigest(body).encode() != found.group(2):
-        raise StoreError(f"{where} is damaged: its checksum does not match; resume from another checkpoint")
+        raise StoreError(
+            f"{where} is damaged: its checksum does not match; lohan-fx fsck says which checkpoint is whole"
+        )
     return body
 
 

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import os
+import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,13 @@ def check_directory(directory: Path) -> None:
         raise ValueError(f"NvmeStore: {directory} is {found}; create it (mkdir -p) or name an existing one")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ValueError(f"NvmeStore: {directory} is not writable for this process; chmod it or name another one")
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        warnings.warn(
+            f"NvmeStore: anybody may write to {directory} (mode {stat.S_IMODE(mode):04o}), and so remove or replace the files "
+            "of a training there, which are this user's only: chmod o-w it",
+            stacklevel=4,
+        )
     if is_memory_backed(directory):
         warnings.warn(
             f"NvmeStore: {directory} is in memory (tmpfs), so what is stored there takes RAM; name one on a drive",

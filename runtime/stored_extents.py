@@ -16,14 +16,15 @@ from typing import Self
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
-from lohan_fx.runtime.generation_files import read_generations
+from lohan_fx.runtime.generation_files import survey
 from lohan_fx.runtime.manifest import ExtentRecord
 from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.striping import parts_between
 
 
 class StoredExtents:
-    """The checkpoints in ``directories`` (``manifests``, oldest first; never none). Use it in a ``with`` block."""
+    """The checkpoints in ``directories``: ``manifests``, oldest first, never none; ``damaged``, by number, why others cannot be
+    read. Use it in a ``with`` block."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
@@ -32,8 +33,11 @@ class StoredExtents:
             for directory in self._directories:
                 with reported_as_store_error(f"locking {directory}"):
                     taken.callback(unlock_directory, directory, lock_directory(directory))
-            self.manifests = read_generations(self._directories)
+            found = survey(self._directories)
+            self.manifests, self.damaged = found.whole, found.damaged
             if not self.manifests:
+                if self.damaged:
+                    raise self.damaged[max(self.damaged)]
                 raise StoreError(f"there is no checkpoint in {', '.join(map(str, self._directories))}")
             for directory, nbytes in zip(self._directories, self.manifests[-1].file_bytes, strict=True):
                 self._fds.append(_open(directory / STORE_NAME, nbytes))

@@ -50,6 +50,7 @@ class Wear:
             self._step_began_at = self.written_bytes
 
     def step_ends(self) -> None:
+        """It is done, or was skipped and its gradients are dropped."""
         if self._step_began_at is not None:
             self.expect(self.written_bytes - self._step_began_at)
         self._step_began_at = None

@@ -21,6 +21,7 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError, StoreError
 from lohan_fx.runtime.generation_files import generation_path, generations_in
+from lohan_fx.runtime.manifest import sealed
 from lohan_fx.runtime.store_file import STORE_NAME
 from tests.tiny import Tiny, batch, profile
 
@@ -323,6 +324,41 @@ def test_a_checkpoint_that_must_be_there(begin: Begin, directory: Path) -> None:
     training.checkpoint()
     training.end()
     assert begin(nvme=None, resume_from_checkpoint=directory).resume() is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("step", 1e400, "step is inf: it is damaged"),
+        ("step", True, "step is True: it is damaged"),
+        ("backwards", "two", "backwards is 'two': it is damaged"),
+        ("last_backwards", -1, "last_backwards is -1: it is damaged"),
+        ("random", {"numpy": ["MT19937", [2**40], 0, 0, 0.0]}, "random state of the checkpoint cannot be set"),
+        ("extra", {"@tensor": {"dtype": "float32", "shape": [0, 2**39, 2**39], "data": ""}}, "cannot be"),
+        ("optimizer", [{"parameters": []}, {"parameters": []}], "has other parameters"),
+        ("scheduler", None, "resume was given a scheduler"),
+    ],
+)
+def test_a_state_that_no_training_wrote_changes_nothing(
+    begin: Begin, directory: Path, key: str, value: Any, told: str
+) -> None:
+    """Under a good checksum, as somebody who writes manifests by hand would make it."""
+    training = begin()
+    training.step()
+    training.checkpoint()
+    training.end()
+    path = generation_path(directory, 1)
+    body = json.loads(path.read_bytes().partition(b"\n")[2])
+    body["state"][key] = value
+    path.write_bytes(sealed(json.dumps(body).encode()))
+    again = begin(resume_from_checkpoint=True)
+    before = [dict(group, params=len(group["params"])) for group in again.optimizer.param_groups]
+    generators = random.getstate(), torch.get_rng_state()
+    with pytest.raises((StoreError, ValueError), match=told):
+        again.resume()
+    assert [dict(group, params=len(group["params"])) for group in again.optimizer.param_groups] == before
+    assert again.optimizer.steps_done == 0
+    assert random.getstate() == generators[0] and torch.equal(torch.get_rng_state(), generators[1])
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(begin: Begin) -> None:

@@ -132,6 +132,24 @@ def test_what_was_given_to_the_last_checkpoint_is_in_that_of_the_end(nvme: Path)
         assert (scheduler.last_epoch, found.extra) == (found.step - 1, losses)
 
 
+def test_steps_that_are_skipped_count_each_for_itself(nvme: Path) -> None:
+    """As a gradient scaler skips them: it does not call ``step``, and what the forwards wrote is written."""
+    model, optimizer = begin(nvme, hold_gradients=True, max_bytes_written="1GB")
+    with lohan_fx.releasing(model):
+        step(model, optimizer, 0)
+        compiled(model).engine.before_reading()  # the update of that step runs beside the next forward
+        wear = compiled(model).engine.wear
+        per_step = wear.step_bytes
+        for seed in range(1, 4):
+            wear.max_bytes = wear.written_bytes + per_step
+            model(batch(seed)).backward()
+            optimizer.zero_grad()
+            assert wear.step_bytes == per_step
+        wear.max_bytes = wear.written_bytes + per_step - 1
+        with pytest.raises(WearBudgetExceeded, match="nothing was written"):
+            model(batch(4))
+
+
 def test_without_directories_of_its_own_the_end_is_clean_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

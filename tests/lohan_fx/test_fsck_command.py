@@ -15,7 +15,7 @@ import lohan_fx
 from lohan_fx.cli import main
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
-from lohan_fx.runtime.generation_files import read_generations
+from lohan_fx.runtime.generation_files import CHECKPOINTS, generation_path, read_generations
 from lohan_fx.runtime.store_file import STORE_NAME
 from tests.tiny import Tiny, batch, profile
 
@@ -80,6 +80,54 @@ def test_damage_is_named_and_so_is_what_is_left(
     assert "layers.1.weight:master' is damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme0", "nvme1"]
+
+
+@pytest.mark.parametrize(("number", "told", "exported"), [
+    (1, "checkpoint 2, the newest, is whole", True),
+    (2, "checkpoint 1 is whole: move the files of later ones away", False),
+])  # fmt: skip
+def test_a_damaged_manifest_does_not_hide_the_other_checkpoint(
+    checkpointed: tuple[list[Path], Weights],
+    number: int,
+    told: str,
+    exported: bool,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    directories, _ = checkpointed
+    path = generation_path(directories[0], number)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(arguments("fsck", directories)) == 1
+    lines = capsys.readouterr().out
+    assert f"checkpoint {number}: {path} is damaged" in lines
+    assert f"checkpoint {3 - number} (after step {3 - number}): " in lines and "chunks are whole" in lines
+    assert told in lines
+    output = tmp_path / "out"
+    assert main(arguments("export", directories, "--output", str(output))) == (0 if exported else 1)
+    assert output.exists() is exported
+    assert exported or f"{path} is damaged" in capsys.readouterr().err
+    output.unlink(missing_ok=True)
+
+
+def test_buffers_that_safetensors_cannot_hold_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nvme, output = tmp_path / "nvme", tmp_path / "out"
+    nvme.mkdir()
+    for dtype, good in ((torch.complex64, True), (torch.complex128, False)):
+        model = Tiny()
+        model.register_buffer("rotary", torch.arange(3).to(dtype) * 1j)
+        with lohan_fx.releasing(lohan_fx.compile(model, profile(), nvme=nvme, compute_dtype=torch.float32)):
+            optimizer = lohan_fx.AdamW(model.parameters(), lr=0.01)
+            model(batch(0)).backward()
+            optimizer.step()
+            lohan_fx.checkpoint(model, optimizer)
+        assert main(arguments("export", [nvme], "--output", str(output))) == (0 if good else 1)
+        if good:
+            assert torch.equal(load_file(output)["rotary"], model.rotary)
+            output.unlink()
+        else:
+            assert "'rotary' is of complex128, which safetensors cannot hold" in capsys.readouterr().err
+        shutil.rmtree(nvme / CHECKPOINTS)
+        (nvme / STORE_NAME).unlink()
 
 
 def test_export_is_the_state_dict(

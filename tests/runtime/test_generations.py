@@ -421,6 +421,37 @@ def test_a_verified_commit_reads_back_what_is_new_and_refuses_what_the_drive_cha
         assert everything(store) == expected
 
 
+class Flipping(PosixBackend):
+    """Once armed, a bit of the next manifest is another on its way to the drive."""
+
+    armed = False
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        if self.armed and bytes(view[:8]) == b"lohan_fx":
+            self.armed = False
+            view = memoryview(bytes([view[0] ^ 1]) + bytes(view[1:]))
+        return super().pwritev(fd, view, offset)
+
+
+def test_a_manifest_that_the_drive_changed_replaces_none(directory: Path) -> None:
+    """With one checkpoint kept, it is all there is."""
+    backend = Flipping()
+    with begin(directory, backend=backend) as store:
+        expected = fill(store, 0)
+        store.commit({})
+        fill(store, 1)
+        backend.armed = True
+        with pytest.raises(StoreError, match=r"writing .*2: the drive gives back other bytes than were written"):
+            store.commit({})
+        assert generations_in(directory) == [1]
+    with resume(directory) as store:
+        assert everything(store) == expected
+        later = fill(store, 2)
+        assert store.commit({}) == 2
+    with resume(directory) as store:
+        assert everything(store) == later
+
+
 def test_nothing_is_committed_over_a_write_that_failed(directory: Path) -> None:
     backend = FaultyBackend()
     with begin(directory, backend=backend) as store:
@@ -564,6 +595,29 @@ def test_other_formats_are_refused_untouched(directory: Path) -> None:
             resume(directory)
         assert path.read_bytes() == data
     assert sorted(p.name for p in directory.iterdir()) == [CHECKPOINTS, STORE_NAME]
+
+
+def test_an_older_checkpoint_that_is_damaged_costs_only_itself(directory: Path) -> None:
+    with begin(directory, keep=3) as store:
+        for seed in range(3):
+            expected = fill(store, seed)
+            store.commit({"seed": seed})
+    path = generation_path(directory, 2)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match=rf"checkpoint 2 is lost, later ones are not: {path} is damaged"):
+        store = resume(directory)
+    with store:
+        assert everything(store) == expected
+        for seed in range(3, 6):
+            expected = fill(store, seed)
+            store.commit({"seed": seed})
+    assert [m.state["seed"] for m in read_generations([directory])] == [3, 4, 5]
+    with resume(directory) as store:
+        assert everything(store) == expected
+    path = generation_path(directory, 6)
+    path.write_bytes(b"")
+    with pytest.raises(StoreError, match=str(path)):
+        resume(directory)
 
 
 # --- manifests that somebody else wrote --------------------------------------------------------------------------

@@ -476,6 +476,16 @@ def test_a_directory_in_memory_is_warned_about(
     monkeypatch.undo()
 
 
+def test_a_directory_that_anybody_may_write_to_is_warned_of(directories: list[Path], clean: None) -> None:
+    directories[0].chmod(0o777)
+    with pytest.warns(UserWarning, match=r"anybody may write to .*nvme0 \(mode 0777\)"):
+        NvmeStore(directories[:1]).close()
+    directories[0].chmod(0o1777)  # as /tmp: only the owner of a file may remove it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*anybody")
+        NvmeStore(directories[:1]).close()
+
+
 def mounts() -> str:
     return Path("/proc/mounts").read_text()
 
