@@ -4,7 +4,7 @@
 
 Every kind of fault at every kind of call, at several moments of a training with checkpoints: a new one, and one that is
 resumed. The trainings differ in how they make a step, and in where activations and gradients are (``WAYS``). *surfaced*: an
-error of lohan_fx that names the file or the extent; the fault being gone, the training then resumes and must end with the
+error of lohan_fx that names the file, or what was moved; the fault being gone, the training then resumes and must end with the
 bits of one that met none (with ``--keep 2`` from the checkpoint before, where the last one holds a flipped bit; with
 ``--keep 1`` each checkpoint is read back before it counts, ``verify=True``). Where nothing has read it any more when the
 training ends, ``fsck`` must find it, and the checkpoint before be whole. *retried*: no error, the same bits, and all
@@ -43,8 +43,8 @@ from lohan_fx.runtime.stored_extents import StoredExtents
 PATIENCE_S = 3.0
 STEPS_BEFORE = 3
 """Of a training that is resumed."""
-NAMES = re.compile(r"'layers\.\d\.(weight|bias)|extent '|slot \d")
-"""What an error must name, if not the file."""
+NAMES = re.compile(r"layers\.\d\.(weight|bias)|extent '|swap_(in|out) of \(")
+"""What an error must name, if not the file: a parameter, an extent, or an activation by its shape."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ from lohan_fx.runtime.slots import Residency
 from lohan_fx.runtime.state_buffer import Movement, StateBuffer, purpose_of
 
 BARRIER_TIMEOUT_S = 3600.0
+NAMED = 3
+"""Parameters, in the message of a timeout."""
 
 
 class ChunkPipeline:
@@ -40,6 +42,7 @@ class ChunkPipeline:
         self._residency = residency
         self.changed = threading.Condition()
         self._unfinished = 0
+        self._in_hand: dict[int, ChunkUpdate] = {}  # those that have arrived and are not over, by their id
         self._arrived: deque[ChunkUpdate] = deque()
         self._reading: deque[ChunkUpdate] = deque()
         self._error: BaseException | None = None
@@ -56,6 +59,7 @@ class ChunkPipeline:
     def arrive(self, job: ChunkUpdate) -> None:
         """The gradient of an expected chunk is there, on the host."""
         with self.changed:
+            self._in_hand[id(job)] = job
             # Reading may start here and now unless older jobs still wait for a buffer: they come first.
             queue = self._reading if not self._arrived and self._start_reading(job) else self._arrived
             place = len(queue) if queue is self._reading else place_of(job, queue)
@@ -64,6 +68,7 @@ class ChunkPipeline:
                 self._machine.cpu.submit(self._advance, label=f"update of {job.chunk.parameter.name}")
             except BaseException:
                 del queue[place]
+                del self._in_hand[id(job)]
                 raise
 
     @contextmanager
@@ -98,8 +103,18 @@ class ChunkPipeline:
         """Wait until ``ready``, which only what notifies ``changed`` can make it; raises where a chunk fails before."""
         over = functools.partial(self.changed.wait_for, lambda: ready() or self._error is not None)
         if not wait_hearing(over, timeout_s):
-            raise LaneTimeout(f"waited {timeout_s:g} s for the optimizer: {self._unfinished} chunks are unfinished")
+            raise LaneTimeout(
+                f"waited {timeout_s:g} s for the optimizer: {self._unfinished} chunks are unfinished{self._which()}"
+            )
         self.refuse_if_failed()
+
+    def _which(self) -> str:
+        """Of which parameters the unfinished chunks are, as far as they have come here."""
+        names = sorted({job.chunk.parameter.name for job in self._in_hand.values()})
+        on_their_way = self._unfinished - len(self._in_hand)
+        parts = [f"of {', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"] if names else []
+        parts += [f"{on_their_way} wait for their gradients"] if on_their_way else []
+        return f" ({'; '.join(parts)})"
 
     def refuse_if_failed(self) -> None:
         """Raises the first failure once, and from then on ``StepError``."""
@@ -128,6 +143,7 @@ class ChunkPipeline:
                     job.states.buffer.release()
             self._arrived.clear()
             self._reading.clear()
+            self._in_hand.clear()
             self._error, self._error_raised = None, False
             self._unfinished = 0
 
@@ -210,6 +226,7 @@ class ChunkPipeline:
         with self.changed:
             self._error = self._error or error
             self._unfinished -= 1
+            self._in_hand.pop(id(job), None)
             self.changed.notify_all()
         if job.update is not None:
             job.update.part_done(error)

@@ -472,12 +472,13 @@ def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path, shares_m
         rig.same()
 
 
-def test_a_barrier_in_vain_says_how_much_is_missing(rig: Rig) -> None:
+@pytest.mark.parametrize(("lane", "which"), [("d2h", "5 wait for their gradients"), ("cpu", "of long")])
+def test_a_barrier_in_vain_says_how_much_is_missing(rig: Rig, lane: str, which: str) -> None:
     gate = threading.Event()
-    rig.machine.d2h.submit(gate.wait)
+    getattr(rig.machine, lane).submit(gate.wait)
     rig.offer(0)
-    with pytest.raises(LaneTimeout, match=r"waited 0\.05 s for the optimizer: 5 chunks are unfinished"):
-        rig.optimizer.barrier(0.05)
+    with pytest.raises(LaneTimeout, match=rf"waited 0\.5 s for the optimizer: 5 chunks are unfinished \({which}"):
+        rig.optimizer.barrier(0.5)
     gate.set()
     rig.optimizer.barrier(PATIENCE_S)
     rig.reference_step(0)
