@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import transformers
-from live_line import LiveLine
 from plain_pytorch import Plain, train_plain
 from python_sources import FILE_BEGIN, VOCABULARY, PythonSources
 from tables import show_comparison, show_hardware, show_predicted_and_measured, show_stages
@@ -130,7 +129,7 @@ def train(
         return float(loss.detach())
 
     model.train()
-    with LiveLine(args.steps, tokens_per_step=args.batch * args.seq) as live:
+    with lohan_fx.LiveView(args.steps, tokens_per_step=args.batch * args.seq) as live:
         monitor.step()
         for number in range(args.steps):
             stop_if_asked()
@@ -237,23 +236,21 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
     first, plan = plan, monitor.plan or plan
     if plan is not first:
         print(f"the first steps revised the plan; it is now\n\n{plan_summary(plan)}\n", flush=True)
-        # What the new plan predicts is held against the steps after the one that captured it.
-        revised_at = max(n for n, report in enumerate(reports) if report.predicted_s != reports[-1].predicted_s) + 1
-        reports = reports[revised_at:]
+        # What the new plan predicts is held against its own steps, of which the first one captured it.
+        reports = [report for report in reports if report.predicted is plan.prediction]
         expected_peak_bytes = monitor.expected_peak_rss_bytes()
     per_step = show_predicted_and_measured(plan, reports, expected_peak_bytes)
     measured = monitor.stages()
     if measured is not None:
-        show_stages(plan, measured)
+        show_stages(plan, reports[-1].corrected, measured)
     memory = monitor.memory()
     print(memory, end="\n\n")
     begin_s = time.perf_counter()
     sample = generate(model, args)
     print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)
     peak_bytes = max(report.peak_rss_bytes for report in reports) - monitor.other_rss_bytes
-    return Outcome(
-        plan, losses, {"before": before, "after": after}, reports, per_step, peak_bytes, events, sample, memory
-    )
+    validation = {"before": before, "after": after}
+    return Outcome(plan, losses, validation, reports, per_step, peak_bytes, events, sample, memory)
 
 
 def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:

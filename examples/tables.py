@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Lane
 from lohan_fx.monitor import StepReport
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Prediction
 from lohan_fx.plan_table import table
-from lohan_fx.self_check import STAGES, StepCheck
+from lohan_fx.self_check import STAGES, StepCheck, foretold
 from lohan_fx.units import format_bytes, format_seconds
 
-LANES = ("compute", "h2d", "d2h", "ssd", "cpu")
 COMPARED_STEPS = 8
 
 
@@ -42,21 +42,22 @@ def show_predicted_and_measured(
     prediction = plan.prediction
     assert prediction is not None
     steady = reports[1:] or reports
-    stages = (prediction.forward.lanes_s, prediction.backward.lanes_s)
 
     def median(of: Callable[[StepReport], float]) -> float:
         return statistics.median(of(report) for report in steady)
 
     seconds = {"step": (prediction.step_s, median(lambda r: r.seconds))}
-    for lane in LANES:
+    for lane in Lane:
         found = median(lambda r, lane=lane: r.lanes_s.get(lane, 0.0))  # type: ignore[misc]
-        seconds[lane] = (sum(stage.get(lane, 0.0) for stage in stages), found)
+        seconds[lane] = (foretold(prediction).lane_s(lane), found)
     nbytes = {
         "peak RSS": (expected_peak_bytes, max(r.peak_rss_bytes for r in reports)),
         "NVMe read": (prediction.nvme_read_bytes, median(lambda r: r.nvme_read_bytes)),
         "NVMe written": (prediction.nvme_write_bytes, median(lambda r: r.nvme_written_bytes)),
     }
     rows = [[name, *map(format_seconds, pair)] for name, pair in seconds.items()]
+    if (corrected := reports[-1].corrected) is not None:
+        rows[0].append(f"{format_seconds(corrected.step_s)} by the rates that the first steps have corrected")
     rows.append(["stall", "", format_seconds(median(lambda r: r.stall_s))])
     rows += [[name, *(format_bytes(int(value)) for value in pair)] for name, pair in nbytes.items()]
     last = reports[-1]
@@ -69,16 +70,19 @@ def show_predicted_and_measured(
     return {name: {"predicted": pair[0], "measured": pair[1]} for name, pair in both.items()}
 
 
-def show_stages(plan: Plan, measured: StepCheck) -> None:
-    """Seconds of each lane in each stage, predicted / measured: where a prediction is off, and by whom."""
-    assert plan.prediction is not None
+def show_stages(plan: Plan, corrected: Prediction | None, measured: StepCheck) -> None:
+    """Seconds of each lane in each stage: where a prediction is off, and by whom.
+
+    ``corrected``: the prediction at the rates that the first steps have corrected, where there is one.
+    """
+    said = {"predicted": plan.prediction, "corrected": corrected}
+    known = {name: foretold(found) for name, found in said.items() if found is not None} | {"measured": measured}
     rows = []
     for name in STAGES:
-        stage = getattr(plan.prediction, name)
-        lanes = [(stage.lanes_s.get(lane, 0.0), measured.lanes_s[name].get(lane, 0.0)) for lane in LANES]
-        pairs = [*lanes, (stage.seconds, measured.stages_s[name])]
-        rows.append([name, *(f"{format_seconds(said)} / {format_seconds(took)}" for said, took in pairs)])
-    print("\n".join(table(["predicted / measured", *LANES, "in all"], rows, left=(0,))), end="\n\n")
+        cells = [[check.lanes_s[name].get(lane, 0.0) for check in known.values()] for lane in Lane]
+        cells.append([check.stages_s[name] for check in known.values()])
+        rows.append([name, *(" / ".join(map(format_seconds, cell)) for cell in cells)])
+    print("\n".join(table([" / ".join(known), *Lane, "in all"], rows, left=(0,))), end="\n\n")
 
 
 def show_comparison(

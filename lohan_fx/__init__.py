@@ -25,6 +25,7 @@ from lohan_fx.errors import (
 )
 from lohan_fx.grad_scaler import GradScaler
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.live_view import LiveView
 from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
 from lohan_fx.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "HardwareProfile",
     "InfeasiblePlan",
     "LaneTimeout",
+    "LiveView",
     "LohanError",
     "Monitor",
     "OffloadedParameterError",

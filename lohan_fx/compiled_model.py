@@ -31,7 +31,7 @@ from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.original_parameters import Original
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.touched_values import brought_bytes
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Prediction
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.reached import Sources, reached
 from lohan_fx.request import Request, settled
@@ -94,6 +94,7 @@ class CompiledModel:
         self.checks = SelfCheck(engine.timeline)
         self._replan: Replan | None = None
         self._revised = False
+        self._corrected: tuple[Plan, Prediction] | None = None
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
@@ -320,6 +321,7 @@ class CompiledModel:
         assert replan is not None and found is not None
         learned = correction(self.halves[graph], self.plans[graph], self._request, typical(self.checks.steps))
         self._request = dataclasses.replace(learned.request, holds=self.engine.updates.holds)
+        self._corrected = self.plans[graph], learned.prediction
         if not may_be_beaten(found.step_s, learned.ratios, learned.step_s):
             return
         then = replan(self._request).prediction
@@ -332,6 +334,11 @@ class CompiledModel:
         self._revised = True
         del self.plans[graph], self.halves[graph], self.added_bytes()[graph]
         self._forget_graphs(self._call[True])
+
+    def corrected(self, plan: Plan) -> Prediction | None:
+        """What ``plan`` is predicted to take at the rates that its first steps have corrected; None before, and for plans that
+        were made with such rates."""
+        return self._corrected[1] if self._corrected is not None and self._corrected[0] is plan else None
 
     @contextmanager
     def forward(self, rises: Rises, plan: Plan, *, training: bool) -> Iterator[None]:

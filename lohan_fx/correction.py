@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lohan_fx import cost
 from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
-from lohan_fx.plan import Plan, Stage
+from lohan_fx.plan import Plan, Prediction, Stage
 from lohan_fx.predict import work_of
 from lohan_fx.request import Request, settled
 from lohan_fx.self_check import StepCheck, bounded, corrected, corrections
@@ -17,11 +17,15 @@ from lohan_fx.self_check import StepCheck, bounded, corrected, corrections
 
 @dataclass(frozen=True)
 class Correction:
-    """``request`` with the rates of each lane divided by its ratio, and what a step of the same plan takes at them."""
+    """``request`` with the rates of each lane divided by its ratio, and what the same plan is predicted to take at them."""
 
     request: Request
     ratios: Mapping[str, float]
-    step_s: float
+    prediction: Prediction
+
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_s
 
 
 def correction(halves: Halves, plan: Plan, request: Request, measured: StepCheck) -> Correction:
@@ -32,7 +36,7 @@ def correction(halves: Halves, plan: Plan, request: Request, measured: StepCheck
     """
     assert plan.prediction is not None
     ratios = corrections(plan.prediction, measured)
-    took_s = sum(stage.get(Lane.COMPUTE, 0.0) for stage in measured.lanes_s.values())
+    took_s = measured.lane_s(Lane.COMPUTE)
     work = work_of(halves, plan, settled(request, plan.windows))
     own_s = work.forward_s + work.backward_s + work.recompute_s
     if request.hw.device == "cpu" and took_s and own_s:
@@ -40,7 +44,9 @@ def correction(halves: Halves, plan: Plan, request: Request, measured: StepCheck
         expected_s = sum(stage.lanes_s.get(Lane.COMPUTE, 0.0) for stage in others)
         ratios[Lane.COMPUTE] = bounded(1 + (took_s - expected_s) / own_s)
     found = _with(request, ratios)
-    return Correction(found, ratios, sum(stage.seconds for stage in _stages(halves, plan, found)))
+    forward, backward, optimizer = _stages(halves, plan, found)
+    prediction = dataclasses.replace(plan.prediction, forward=forward, backward=backward, optimizer=optimizer)
+    return Correction(found, ratios, prediction)
 
 
 def _with(request: Request, ratios: Mapping[str, float]) -> Request:
@@ -53,7 +59,11 @@ def _with(request: Request, ratios: Mapping[str, float]) -> Request:
     )
 
 
-def _stages(halves: Halves, plan: Plan, request: Request) -> tuple[Stage, ...]:
+def _stages(halves: Halves, plan: Plan, request: Request) -> tuple[Stage, Stage, Stage]:
     request = settled(request, plan.windows)
     work = work_of(halves, plan, request)
-    return tuple(stage(work, request.hw) for stage in (cost.forward_stage, cost.backward_stage, cost.optimizer_stage))
+    return (
+        cost.forward_stage(work, request.hw),
+        cost.backward_stage(work, request.hw),
+        cost.optimizer_stage(work, request.hw),
+    )

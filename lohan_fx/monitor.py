@@ -12,7 +12,7 @@ from torch import nn
 from lohan_fx import process_memory
 from lohan_fx.compile import compiled
 from lohan_fx.memory_report import MemoryReport
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Prediction
 from lohan_fx.runtime.timeline import Event
 from lohan_fx.self_check import StepCheck, typical
 
@@ -24,7 +24,9 @@ class StepReport:
     ``lanes_s``: seconds in which a lane (compute, h2d, d2h, ssd, cpu) was busy, however many threads it has.
     ``stall_s``: seconds for which compute waited for the other lanes. ``rss_bytes``: what the process has in RAM now;
     ``peak_rss_bytes``: the most of it since the monitor was made; ``promised_rss_bytes``: what it had before
-    ``lohan_fx.compile``, and the ``host_memory`` promised there. ``predicted_s``: what the plan that was in force says.
+    ``lohan_fx.compile``, and the ``host_memory`` promised there. ``predicted``: what the plan that was in force says;
+    ``corrected``: the same at the rates that the first steps have corrected, None where they have not, or where the plan was made
+    with them. ``stages``: what the last training step took, per stage and lane; None without one, and with micro-batches.
     ``nvme_total_written_bytes``: since the training began, also before a resume; ``max_nvme_written_bytes``: the
     ``max_bytes_written`` of ``compile``, None without.
     """
@@ -37,9 +39,16 @@ class StepReport:
     rss_bytes: int
     peak_rss_bytes: int
     promised_rss_bytes: int
-    predicted_s: float = 0.0
+    predicted: Prediction | None = None
+    corrected: Prediction | None = None
+    stages: StepCheck | None = None
     nvme_total_written_bytes: int = 0
     max_nvme_written_bytes: int | None = None
+
+    @property
+    def predicted_s(self) -> float:
+        """The seconds of ``predicted``, 0 where there is none."""
+        return self.predicted.step_s if self.predicted is not None else 0.0
 
     def busy(self, lane: str) -> float:
         """The share of the step in which ``lane`` was busy, 0 to 1."""
@@ -74,11 +83,17 @@ class Monitor:
         self._time_s = time.perf_counter()
         self._totals = engine.timeline.snapshot()
         self._read_bytes, self._written_bytes = engine.store.bytes_read, engine.store.bytes_written
+        self._checked = self._last_check()
+
+    def _last_check(self) -> StepCheck | None:
+        steps = self._compiled.checks.steps
+        return steps[-1] if steps else None
 
     def step(self) -> StepReport:
         """What happened since the last call, or since the monitor was made; to be called after ``optimizer.step()``."""
         time_s, totals = self._time_s, self._totals
         read_bytes, written_bytes = self._read_bytes, self._written_bytes
+        checked, plan = self._checked, self.plan
         self._begin()
         between = self._totals.since(totals)
         return StepReport(
@@ -90,7 +105,9 @@ class Monitor:
             rss_bytes=process_memory.rss_bytes(),
             peak_rss_bytes=process_memory.peak_rss_bytes(),
             promised_rss_bytes=self._promised_rss_bytes(),
-            predicted_s=self.plan.prediction.step_s if self.plan and self.plan.prediction else 0.0,
+            predicted=plan.prediction if plan is not None else None,
+            corrected=self._compiled.corrected(plan) if plan is not None else None,
+            stages=self._checked if self._checked is not checked else None,
             nvme_total_written_bytes=self._compiled.engine.wear.written_bytes,
             max_nvme_written_bytes=self._compiled.engine.wear.max_bytes,
         )

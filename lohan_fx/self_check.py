@@ -50,6 +50,10 @@ class StepCheck:
     def seconds(self) -> float:
         return sum(self.stages_s.values())
 
+    def lane_s(self, lane: str) -> float:
+        """Seconds for which ``lane`` was busy in all stages."""
+        return sum(lanes.get(lane, 0.0) for lanes in self.lanes_s.values())
+
 
 class SelfCheck:
     """Watches the steps of one compiled model. Called by one thread, the one that trains."""
@@ -100,12 +104,20 @@ def typical(steps: Sequence[StepCheck]) -> StepCheck:
     )
 
 
+def foretold(predicted: Prediction) -> StepCheck:
+    """``predicted`` in the form in which steps are measured."""
+    stages = _stages(predicted)
+    return StepCheck(
+        {name: stage.lanes_s for name, stage in stages.items()}, {name: stage.seconds for name, stage in stages.items()}
+    )
+
+
 def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
     """Lane -> how many times longer than predicted it was busy, over both stages; 1 where it hardly matters."""
     found = {}
     for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s} - _BOUNDS:
         expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
-        took_s = sum(stage.get(lane, 0.0) for stage in measured.lanes_s.values())
+        took_s = measured.lane_s(lane)
         heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
         found[lane] = bounded(took_s / expected_s if heard_of else 1.0)
     return found

@@ -17,7 +17,7 @@ from lohan_fx.pipeline import plan_training
 from lohan_fx.plan import Plan
 from lohan_fx.predict import work_of
 from lohan_fx.request import Request, settled
-from lohan_fx.self_check import MOST_CORRECTION, StepCheck
+from lohan_fx.self_check import MOST_CORRECTION, StepCheck, foretold
 from tests.end_to_end.models import gpt2, tokens
 from tests.end_to_end.recipes import cpu_profile
 
@@ -89,6 +89,8 @@ def test_each_rate_is_corrected_by_its_own_error(on_cpu: Planned, adam: float, c
     assert found.step_s == pytest.approx(
         sum(max(lanes.values(), default=0.0) for lanes in stages(on_cpu, found.request).values())
     )
+    assert foretold(found.prediction).lanes_s == stages(on_cpu, found.request)
+    assert found.prediction.peak_bytes == plan.prediction.peak_bytes
 
 
 def test_corrections_are_bounded(on_cpu: Planned) -> None:

@@ -57,6 +57,31 @@ def test_each_report_is_of_one_step(model: Tiny) -> None:
     assert sum(idle.lanes_s.values()) == idle.stall_s == 0
 
 
+def test_reports_hold_the_stages_of_their_own_step(model: Tiny) -> None:
+    optimizer = lohan_fx.AdamW(model.parameters())
+    monitor = lohan_fx.Monitor(model)
+    assert monitor.step().stages is None, "nothing has been trained"
+    for _ in range(2):
+        train_once(model, optimizer)
+        report = monitor.step()
+        assert report.stages is compiled(model).checks.steps[-1]
+        assert report.stages.lane_s("compute") <= report.lanes_s["compute"] + SLACK_S
+        assert monitor.plan is not None and report.predicted is monitor.plan.prediction
+        assert report.predicted_s == report.predicted.step_s > 0
+        assert report.corrected is None
+    assert monitor.step().stages is None, "of the step before"
+
+
+def test_micro_batches_have_no_stages(model: Tiny) -> None:
+    optimizer = lohan_fx.AdamW(model.parameters(), accumulation_steps=2)
+    monitor = lohan_fx.Monitor(model)
+    for _ in range(2):
+        model(batch()).backward()
+    optimizer.step()
+    report = monitor.step()
+    assert report.stages is None and report.lanes_s["compute"] > 0
+
+
 def test_memory_is_held_against_the_promise(model: Tiny) -> None:
     monitor = lohan_fx.Monitor(model)
     train_once(model, lohan_fx.AdamW(model.parameters()))
