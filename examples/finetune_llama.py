@@ -110,15 +110,31 @@ def warmup_cosine(steps: int) -> Callable[[int], float]:
     return factor
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The losses, what the monitor reported of each step, and the events of one step.
+
+    ``revised_peak_bytes``: where the first steps revised the plan, what ``Monitor.expected_peak_rss_bytes`` said when the new one
+    had been captured, before its further steps.
+    """
+
+    losses: list[float]
+    reports: list[StepReport]
+    events: list[Event]
+    revised_peak_bytes: list[int]
+
+
 def train(
     model: Any, monitor: lohan_fx.Monitor, text: PythonSources, args: argparse.Namespace, *, record_at: int
-) -> tuple[list[float], list[StepReport], list[Event]]:
-    """The usual loop. Returns the losses, what the monitor reported of each step, and the events of one step."""
+) -> Trained:
+    """The usual loop."""
     optimizer = lohan_fx.AdamW(model.parameters(), lr=args.lr, fused=True, accumulation_steps=1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
     losses: list[float] = []
     reports: list[StepReport] = []
     events: list[Event] = []
+    revised_peak_bytes: list[int] = []
+    plan = monitor.plan
 
     def step(batch: torch.Tensor) -> float:
         loss = model(input_ids=batch, labels=batch).loss
@@ -141,7 +157,10 @@ def train(
                 losses.append(step(batch))
             reports.append(monitor.step())
             live.show(losses[-1], reports[-1])
-    return losses, reports, events
+            if monitor.plan is not plan:
+                plan = monitor.plan
+                revised_peak_bytes.append(monitor.expected_peak_rss_bytes())
+    return Trained(losses, reports, events, revised_peak_bytes)
 
 
 @torch.no_grad()
@@ -230,7 +249,8 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
         args.steps = max(FEWEST_STEPS, min(STEPS, int(TRAINING_S / plan.prediction.step_s)))
     before = validation_loss(model, text)
     print(f"validation loss {before:.4f} before training", flush=True)
-    losses, reports, events = train(model, monitor, text, args, record_at=args.steps // 2)
+    trained = train(model, monitor, text, args, record_at=args.steps // 2)
+    reports = trained.reports
     after = validation_loss(model, text)
     print(f"validation loss {before:.4f} before, {after:.4f} after (nats per byte)\n", flush=True)
     first, plan = plan, monitor.plan or plan
@@ -238,7 +258,8 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
         print(f"the first steps revised the plan; it is now\n\n{plan_summary(plan)}\n", flush=True)
         # What the new plan predicts is held against its own steps, of which the first one captured it.
         reports = [report for report in reports if report.predicted is plan.prediction]
-        expected_peak_bytes = monitor.expected_peak_rss_bytes()
+    # The peak that is measured is that of the steps of both plans.
+    expected_peak_bytes = max([expected_peak_bytes, *trained.revised_peak_bytes])
     per_step = show_predicted_and_measured(plan, reports, expected_peak_bytes)
     measured = monitor.stages()
     if measured is not None:
@@ -250,7 +271,7 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
     print(f"{args.sample} bytes generated in {time.perf_counter() - begin_s:.0f} s:\n{sample!r}\n", flush=True)
     peak_bytes = max(report.peak_rss_bytes for report in reports) - monitor.other_rss_bytes
     validation = {"before": before, "after": after}
-    return Outcome(plan, losses, validation, reports, per_step, peak_bytes, events, sample, memory)
+    return Outcome(plan, trained.losses, validation, reports, per_step, peak_bytes, trained.events, sample, memory)
 
 
 def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:

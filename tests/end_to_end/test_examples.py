@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -9,10 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lohan_fx.hardware import NvmeProfile
+from lohan_fx.monitor import StepReport
 from tests.tiny import profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +55,14 @@ def test_the_main_job_trains_as_plain_pytorch_does_and_cleans_up(folders: list[s
     assert run.returncode == 0, err
     assert "Traceback" not in err
     assert "largest difference between the losses: 0\n" in out
-    for said in ("hardware", "plan: policy swap-nvme", "step 4/4", "predicted  measured", "4 bytes generated"):
+    for said in (
+        "hardware",
+        "plan: policy swap-nvme",
+        "step 4/4",
+        "measured/predicted s: forward ",
+        "predicted  measured",
+        "4 bytes generated",
+    ):
         assert said in out
     results = json.loads((tmp_path / "output" / "results.json").read_text())
     assert results["compare"]["losses"] == results["losses"]
@@ -60,6 +71,47 @@ def test_the_main_job_trains_as_plain_pytorch_does_and_cleans_up(folders: list[s
     assert results["per_step"]["NVMe read"]["measured"] > 0
     assert (tmp_path / "output" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "nvme").iterdir()) == []
+
+
+class Revised:
+    """Stands in for the monitor of a training whose plan is another one from the third step on."""
+
+    def __init__(self) -> None:
+        self.steps = -1
+        self.asked_after: list[int] = []
+
+    @property
+    def plan(self) -> int:
+        return int(self.steps >= 3)
+
+    def step(self) -> StepReport:
+        self.steps += 1
+        return StepReport(1.0, {}, 0.0, 0, 0, 1, 1, 1)
+
+    def expected_peak_rss_bytes(self) -> int:
+        self.asked_after.append(self.steps)
+        return 1000 + self.steps
+
+
+def test_the_peak_under_a_revised_plan_is_foretold_before_its_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    example = importlib.import_module(EXAMPLE.stem)
+    monkeypatch.setattr(example.lohan_fx, "AdamW", lambda parameters, **_: torch.optim.AdamW(parameters))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=(self.weight * (input_ids + labels)).sum())
+
+    monitor = Revised()
+    text = SimpleNamespace(batch=lambda number: torch.ones(1, 2))
+    args = SimpleNamespace(lr=1e-3, steps=6, batch=1, seq=2)
+    trained = example.train(Model(), monitor, text, args, record_at=-1)
+    assert len(trained.losses) == 6
+    assert monitor.asked_after == [3] and trained.revised_peak_bytes == [1003]
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
