@@ -57,7 +57,8 @@ def dump(
     shown = _shown(halves, graph)
     if format == "json":
         return json.dumps(_data(plans[shown], halves, shown, unfold=unfold), indent=2)
-    return _cut(_text(plans[shown], halves, shown, unfold=unfold), width)
+    checkpoints = compiled(model_or_plan).engine.store.keeps
+    return _cut(_text(plans[shown], halves, shown, checkpoints, unfold=unfold), width)
 
 
 def _shown(halves: Sequence[Halves], graph: int | None) -> int:
@@ -129,11 +130,11 @@ def _group_data(group: Group) -> dict[str, Any]:
 # --- text -----------------------------------------------------------------------------------------------------
 
 
-def _text(plan: Plan, captured: Sequence[Halves], shown: int, *, unfold: bool) -> list[str]:
+def _text(plan: Plan, captured: Sequence[Halves], shown: int, checkpoints: int, *, unfold: bool) -> list[str]:
     text = ["captured graphs (> is shown below)"]
     for index, found in enumerate(captured):
         text.append(f"{'>' if index == shown else ' '} {index}: {_kind(found)} of {', '.join(_inputs(found))}")
-    text += ["", plan_table(plan)]
+    text += ["", plan_table(plan, checkpoints)]
     for name, gm in captured[shown].graphs():
         lines = listing(gm, captured[shown], plan)
         text += ["", f"{name}: {len(lines)} nodes"]

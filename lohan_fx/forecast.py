@@ -21,11 +21,12 @@ from lohan_fx.budgets import (
     mean_request_bytes,
 )
 from lohan_fx.cost import Work
+from lohan_fx.disk_space import disk_bytes, stored_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import lowest_tier
 from lohan_fx.meta_capture import MetaCapture
 from lohan_fx.pipeline import plan_training
-from lohan_fx.plan import SUM_BYTES, Plan, Prediction, Stage, Swap, Tier
+from lohan_fx.plan import Plan, Prediction, Stage, Tier
 from lohan_fx.policies import named
 from lohan_fx.predict import work_of
 from lohan_fx.request import Request
@@ -42,7 +43,7 @@ PRICE_YEARS = 3
 @dataclass(frozen=True)
 class Asked:
     """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
-    the global norm, for which all gradients wait, as they do for the loss scale of fp16."""
+    the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -51,6 +52,7 @@ class Asked:
     compute_dtype: torch.dtype = torch.bfloat16
     simulated: bool = True
     clipping: bool = False
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """What the store allocates: masters, moments and copies of all parameters, and the activations swapped there."""
-        return disk_bytes(self.plan)
+        """What the store allocates: masters, moments and copies of all parameters, once more for each checkpoint that is kept,
+        and the activations and gradients that wait there."""
+        return disk_bytes(self.plan, self.asked.checkpoints)
 
     @property
     def wear_years(self) -> float | None:
@@ -202,18 +205,15 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
     )
 
 
-def disk_bytes(plan: Plan) -> int:
-    """Bytes that the store of ``plan`` takes on NVMe, padding aside."""
-    copies = sum(p.bytes for p in plan.parameters if not p.trainable or p.bytes != 4 * p.numel)
-    states = sum(12 * p.numel for p in plan.parameters if p.trainable)
-    gradients = sum(SUM_BYTES * p.numel for p in plan.parameters if p.gradient_home is Tier.NVME)
-    return copies + states + gradients + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
-
-
 def _check_drives(plan: Plan, asked: Asked) -> None:
     hw = asked.hw
-    needed, capacity = disk_bytes(plan), sum(drive.capacity_bytes for drive in hw.nvme)
+    needed, capacity = disk_bytes(plan, asked.checkpoints), sum(drive.capacity_bytes for drive in hw.nvme)
     if not hw.nvme:
+        if asked.checkpoints:
+            raise ValueError(
+                f"checkpoints are kept on NVMe, {needed:,} bytes with the states, and the hardware profile {hw.name!r} has no "
+                "drive: choose a profile with drives, or no checkpoints"
+            )
         if lowest_tier(plan) is not Tier.NVME:
             return
         raise ValueError(
@@ -223,6 +223,14 @@ def _check_drives(plan: Plan, asked: Asked) -> None:
     if needed > capacity:
         more = -(-needed // (capacity // len(hw.nvme))) - len(hw.nvme)
         raise ValueError(
-            f"the model needs {needed:,} bytes of disk, and the {len(hw.nvme)} drives of {hw.name!r} have {capacity:,}: "
-            f"{needed - capacity:,} bytes are missing; {more} more drives like these would hold it, or choose a smaller model"
+            f"the model needs {needed:,} bytes of disk{_for_checkpoints(plan, asked)}, and the {len(hw.nvme)} drives of "
+            f"{hw.name!r} have {capacity:,}: {needed - capacity:,} bytes are missing; {more} more drives like these would hold "
+            "it, or choose a smaller model"
         )
+
+
+def _for_checkpoints(plan: Plan, asked: Asked) -> str:
+    """How much of the disk is for checkpoints, which a smaller ``checkpoints`` would not take."""
+    if not asked.checkpoints:
+        return ""
+    return f" ({asked.checkpoints * stored_bytes(plan):,} of them for checkpoints={asked.checkpoints})"

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from lohan_fx.cost import STATE_BYTES
+from lohan_fx.disk_space import disk_text, stored_bytes
 from lohan_fx.forecast import PRICE_YEARS, Forecast
 from lohan_fx.plan import Division, OptimizerTiming, Recompute, Stage, Tier
 from lohan_fx.plan_table import DECISIONS, division_table, table, windows_lines
@@ -73,6 +74,7 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
     disk = f" of {format_bytes(capacity)}" if capacity else ""
     rows += [
         ("disk needed", f"{format_bytes(found.disk_bytes)}{disk}"),
+        ("", disk_text(found.plan, found.asked.checkpoints)),
         (
             "NVMe traffic",
             f"{format_bytes(prediction.nvme_read_bytes)} read and {format_bytes(prediction.nvme_write_bytes)} written per step",
@@ -219,6 +221,8 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "windows": dataclasses.asdict(found.plan.windows),
         "division": _division_data(found.plan.division),
         "disk_bytes": found.disk_bytes,
+        "checkpoints": found.asked.checkpoints,
+        "bytes_per_checkpoint": stored_bytes(found.plan),
         "nvme_read_bytes": prediction.nvme_read_bytes,
         "nvme_write_bytes": prediction.nvme_write_bytes,
         "wear_years": found.wear_years,

@@ -14,6 +14,7 @@ from lohan_fx.forecast import Asked
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.policies import named
 from lohan_fx.presets import PRESETS
+from lohan_fx.runtime.manifest import MAX_SLOTS
 from lohan_fx.what_if import MOST, varied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +57,7 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         compute_dtype=DTYPES[arguments.compute_dtype],
         simulated=not arguments.no_simulation,
         clipping=arguments.clipping,
+        checkpoints=_checkpoints(arguments.checkpoints),
     )
 
 
@@ -66,6 +68,13 @@ def count(name: str, text: str | None) -> int | None:
     digits = text.strip()
     if not digits.isdecimal() or not 1 <= int(digits) <= MOST:
         raise ValueError(f"{name} is {text!r}: expected a whole number from 1 to {MOST:,}")
+    return int(digits)
+
+
+def _checkpoints(text: str) -> int:
+    digits = text.strip()
+    if not digits.isdecimal() or int(digits) >= MAX_SLOTS:
+        raise ValueError(f"--checkpoints is {text!r}: expected how many to keep, 0 to {MAX_SLOTS - 1}")
     return int(digits)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lohan_fx.cost import STATE_BYTES
+from lohan_fx.disk_space import disk_text
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -40,9 +41,9 @@ DECISIONS: tuple[tuple[str, Decision], ...] = (
 )
 
 
-def plan_table(plan: Plan) -> str:
-    """The tables of ``plan``, without a newline at the end."""
-    parts = [_header(plan)]
+def plan_table(plan: Plan, checkpoints: int = 0) -> str:
+    """The tables of ``plan``, without a newline at the end. ``checkpoints``: how many its store has room for."""
+    parts = [_header(plan, checkpoints)]
     if plan.prediction is not None:
         parts.append(_prediction(plan.prediction))
     if plan.division is not None:
@@ -71,9 +72,9 @@ def division_table(division: Division) -> str:
     )
 
 
-def plan_summary(plan: Plan) -> str:
+def plan_summary(plan: Plan, checkpoints: int = 0) -> str:
     """The same in short: of activations, parameters and states only how many bytes are where."""
-    parts = [_header(plan)]
+    parts = [_header(plan, checkpoints)]
     if plan.prediction is not None:
         parts.append(_prediction(plan.prediction))
     if plan.division is not None:
@@ -93,13 +94,14 @@ def _sums(plan: Plan) -> str:
     return "\n".join(table(["bytes of", "in all", "of which"], rows, left=(0, 2)))
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: Plan, checkpoints: int) -> str:
     shared = " (the device's memory is part of it)" if plan.device == "cpu" else ""
     lines = [
         f"plan: policy {plan.policy}, on {plan.device}, in {plan.compute_dtype}",
         f"budgets: host {format_bytes(plan.host_memory_bytes)}{shared}, "
         f"device {format_bytes(plan.device_memory_bytes)}",
         *windows_lines(plan.windows),
+        f"disk: {disk_text(plan, checkpoints)}",
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx.disk_space import disk_bytes
 from lohan_fx.listing import dtype_name, op_name, type_of
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import Plan
@@ -29,13 +30,14 @@ Compiled = Callable[..., nn.Module]
 
 @contextmanager
 def compiling(directory: Path) -> Iterator[Compiled]:
-    """``compiled(model, policy, **inputs)``: the model, compiled and captured; released at the end."""
+    """``compiled(model, policy, checkpoints=0, **inputs)``: the model, compiled and captured; released at the end."""
     models: list[nn.Module] = []
 
-    def compile_one(model: nn.Module, policy: str, **inputs: torch.Tensor) -> nn.Module:
+    def compile_one(model: nn.Module, policy: str, *, checkpoints: int = 0, **inputs: torch.Tensor) -> nn.Module:
         own = directory / str(len(models))
         own.mkdir()
-        models.append(lohan_fx.compile(model, hw(), nvme=[own], host_memory="2GiB", policy=policy))
+        lohan_fx.compile(model, hw(), nvme=[own], host_memory="2GiB", policy=policy, checkpoints=checkpoints)
+        models.append(model)
         lohan_fx.prepare(model, **inputs)
         return model
 
@@ -219,6 +221,18 @@ def test_a_plan_alone(compiled: Compiled) -> None:
     assert text in lohan_fx.dump(model)
     assert "forward:" not in text
     assert json.loads(lohan_fx.dump(plan, format="json")) == {"plan": json.loads(plan.to_json())}
+
+
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_it_says_what_the_store_takes_and_its_checkpoints(checkpoints: int, compiled: Compiled) -> None:
+    """All parameters are whole pages: nothing is padded."""
+    model = compiled(Stack(2), "keep", checkpoints=checkpoints, x=torch.zeros(8, 64, dtype=torch.bfloat16))
+    found: Any = model._lohan_fx
+    (plan,) = found.plans
+    assert found.engine.store.nbytes_allocated == disk_bytes(plan, checkpoints) == (1 + checkpoints) * 14 * 2**18
+    more = {0: "; each checkpoint that is kept takes 3.50 MiB more", 2: ", 7.00 MiB more for the last 2 checkpoints"}
+    line = f"disk: 3.50 MiB for parameters and states{more[checkpoints]}"
+    assert line in lohan_fx.dump(model).splitlines()
 
 
 # --- which graph ----------------------------------------------------------------------------------------------

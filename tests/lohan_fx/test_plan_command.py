@@ -408,6 +408,39 @@ def test_a_model_too_large_for_the_disk(model: str, tmp_path: Path, capsys: pyte
     assert "bytes are missing" in line and "more drives like these would hold it" in line
 
 
+def test_checkpoints_take_the_states_disk_space_once_more_each(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--policy", "zero-infinity", "--no-simulation")
+    without, kept = (answered(capsys, model, *asked, "--checkpoints", count) for count in ("0", "2"))
+    assert without["checkpoints"] == 0 and without == {**answered(capsys, model, *asked)}
+    each = kept["bytes_per_checkpoint"]
+    assert each == pytest.approx(14 * kept["parameters"], rel=0.01) and each == without["bytes_per_checkpoint"]
+    assert kept["disk_bytes"] == without["disk_bytes"] + 2 * each
+    assert plan(model, *asked) == 0
+    assert "; each checkpoint that is kept takes " in capsys.readouterr().out
+    assert plan(model, *asked, "--checkpoints", "2") == 0
+    assert "more for the last 2 checkpoints" in capsys.readouterr().out
+    hw = HardwareProfile.preset("rtx4090-1xP5510")
+    small = dataclasses.replace(hw.nvme[0], capacity_bytes=without["disk_bytes"] + each + each // 2)
+    write(dataclasses.replace(hw, nvme=(small,)), tmp_path / "small.toml")
+    assert plan(model, *asked, "--checkpoints", "1", hw=str(tmp_path / "small.toml")) == 0
+    capsys.readouterr()
+    assert plan(model, *asked, "--checkpoints", "2", hw=str(tmp_path / "small.toml")) == 1
+    assert f"({2 * each:,} of them for checkpoints=2)" in one_line(capsys)
+
+
+@pytest.mark.parametrize("count", ["17", "-1", "one"])
+def test_checkpoints_that_cannot_be_kept(count: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, f"--checkpoints={count}") == 1
+    assert f"--checkpoints is {count!r}: expected how many to keep, 0 to 16" in one_line(capsys)
+
+
+def test_checkpoints_need_a_drive(model: str, no_drive: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--policy", "in-memory", "--checkpoints", "1", hw=no_drive) == 1
+    assert "checkpoints are kept on NVMe" in one_line(capsys)
+
+
 def test_a_function_that_raises_shows_its_own_traceback(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:raises") == 1
     printed = capsys.readouterr()

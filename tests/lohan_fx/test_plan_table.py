@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lohan_fx.disk_space import disk_bytes
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -24,7 +25,7 @@ from lohan_fx.plan import (
     Use,
     Windows,
 )
-from lohan_fx.plan_table import plan_table, ranges, table
+from lohan_fx.plan_table import plan_summary, plan_table, ranges, table
 
 
 def activation(node: str, op: str, layer: int, nbytes: int, flops: int, decision: Decision) -> ActivationPlan:
@@ -109,6 +110,23 @@ def test_a_plan_without_anything_is_printed_too() -> None:
     assert "activations" not in text
     assert "predicted" not in text
     assert text.splitlines()[-1].split() == ["all", "0", "0", "0", "B"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        (0, "; each checkpoint that is kept takes 536 MiB more"),
+        (1, ", 536 MiB more for the last checkpoint"),
+        (3, ", 1.57 GiB more for the last 3 checkpoints"),
+    ],
+)
+def test_what_is_on_disk_is_said_before_it_is_taken(checkpoints: int, said: str) -> None:
+    """Of 40,004,000 trained parameters 14 bytes each, of a frozen million 2; three activations of 64 MiB are swapped."""
+    line = f"disk: 536 MiB for parameters and states, 192 MiB for activations and gradients{said}"
+    assert line in plan_table(example(), checkpoints).splitlines()
+    assert line in plan_summary(example(), checkpoints).splitlines()
+    states_bytes = 14 * 40_004_000 + 2 * 10**6
+    assert disk_bytes(example(), checkpoints) == (1 + checkpoints) * states_bytes + 3 * (64 << 20)
 
 
 def test_counts_and_bytes_add_up() -> None:
