@@ -26,6 +26,8 @@ class Row:
     told: Callable[[Figures], str]
     judged: bool = True
     """Whether what that benchmark missed is about this promise."""
+    missed: Callable[[Figures], Sequence[str]] = lambda found: found.get("missed", ())
+    """What its figures miss: as it was saved, or by the bars of today (``bars``)."""
 
 
 def load(name: str, results: Path = RESULTS) -> Figures | None:
@@ -42,7 +44,7 @@ def table(rows: Sequence[Row], results: Path = RESULTS) -> str:
         if found is None:
             lines.append(f"| {row.promise} | {row.bar} | {NOT_MEASURED} | | |")
             continue
-        missed = "; ".join(map(str, found.get("missed", ()) if row.judged else ()))
+        missed = "; ".join(map(str, row.missed(found) if row.judged else ()))
         told = f"{row.told(found)}{f'. **Missed**: {missed}' if missed else ''}"
         if (measured := len(found.get("cases", ()))) < (of := found.get("of_cases", 0)):
             told += f". **{measured} of {of} cases measured**"

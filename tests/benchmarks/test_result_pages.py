@@ -37,6 +37,18 @@ def test_a_row_tells_what_was_measured_or_that_nothing_was(tmp_path: Path) -> No
     ]
 
 
+def test_what_was_saved_is_judged_by_the_bars_of_today(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(FOUND))
+    rows = [
+        results_table.Row("one", "", "2", results_table.scalars, missed=lambda found: [f"{found['lost']} lost"]),
+        results_table.Row("one", "", "3", results_table.scalars, missed=lambda found: []),
+    ]
+    assert [line.split(" | ")[2] for line in results_table.table(rows, tmp_path).splitlines()[2:]] == [
+        "lost 3. **Missed**: 3 lost",
+        "lost 3",
+    ]
+
+
 def test_a_row_tells_the_dates_and_commands_of_all_its_cases_and_how_many_there_are(tmp_path: Path) -> None:
     cases = [
         {"measured_by": {"date": "2026-01-02T03:04:05+00:00", "command": "python x.py --cases 0"}},

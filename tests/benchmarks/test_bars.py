@@ -1,0 +1,50 @@
+"""bars: what figures miss, on figures made up."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bars")
+
+
+def row(kind: str, directories: int, chunk: int, ratio: float) -> dict[str, Any]:
+    return {"kind": kind, "directories": directories, "chunk_elements": chunk, "ratio": ratio}
+
+
+def test_the_store_is_judged_over_one_directory_and_over_two(bars: ModuleType) -> None:
+    rows = [row("read", 1, 1 << 20, 0.95), row("read", 2, 1 << 20, 0.94), row("mixed", 1, 1 << 21, 0.9)]
+    assert bars.io({"rows": rows}) == [
+        "read, 2 directories, chunks of 1,048,576: 0.940 of fio, at least 0.95 wanted",
+        "mixed, 1 directory, chunks of 2,097,152: 0.900 of fio, at least 0.95 wanted",
+    ]
+
+
+def test_checksums_are_judged_in_a_step_and_in_raw_io(bars: ModuleType) -> None:
+    assert bars.checksums({"processor_share": 0.03, "step_ratio": 1.02, "raw_ratio": 1.02}) == []
+    missed = bars.checksums({"processor_share": 0.031, "step_ratio": 1.106, "raw_ratio": 1.05})
+    assert [bar.partition(":")[0] for bar in missed] == ["processor_share", "step_ratio", "raw_ratio"]
+    assert missed[-1] == "raw_ratio: 5.0%, at most 3% allowed"
+
+
+def case(ratio: float, segments: int = 1, *, losses_equal: bool = True) -> dict[str, Any]:
+    prepared = {"compiled": {"segments": segments}}
+    return {"case": "one", "ratio": ratio, "losses_equal": losses_equal, "prepared": prepared}
+
+
+def test_the_default_is_the_faster_way(bars: ModuleType) -> None:
+    """Boxed is: what takes longer when it is compiled misses nothing, and cases with nothing to compile do not count."""
+    assert bars.segments({"cases": [case(0.99), case(1.02), case(0.5, segments=0)]}) == []
+    (missed,) = bars.segments({"cases": [case(0.95), case(1.02)]})
+    assert missed == "compiled takes 0.984x the time of boxed, and boxed is the default"
+    assert bars.segments({"cases": [case(1.1, losses_equal=False)]}) == ["one: the losses differ"]
