@@ -5,22 +5,21 @@
 One child process per way trains the same model with the same tokens; each round lets both take one step, the other one
 waiting. Losses must be equal in every bit. Peak RSS is what the process grows by from ``compile`` on. ``--cold`` gives
 Inductor an empty cache, as in the first run ever; otherwise its cache is the user's. Bars: equal losses; the default
-(``DEFAULT``) is the faster way in the geometric mean of all cases that were saved and have something to compile.
+is the faster way in the geometric mean of all cases that were saved and have something to compile.
 """
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import bars
 from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from workload import SIZES, Workload, memory_bytes, streamed
 
@@ -28,7 +27,6 @@ import lohan_fx
 from lohan_fx.compile import compiled
 
 WAYS = {"boxed": "boxed", "compiled": "auto"}
-DEFAULT = inspect.signature(lohan_fx.compile).parameters["segments"].default
 
 
 def trains(pipe: Connection, workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, options: Any) -> None:
@@ -121,17 +119,8 @@ def main() -> None:
             "prepared": prepared, "peak_rss_bytes": peaks, "rounds": rounds,
         }  # fmt: skip
     cases = with_saved("segments", [case]) if args.save else [case]
-    finish("segments", rows, {"cases": cases}, missed(cases), save=args.save)
-
-
-def missed(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """The bars that were not reached."""
-    found = [f"{case['case']}: the losses differ" for case in cases if not case["losses_equal"]]
-    ratios = [case["ratio"] for case in cases if case["prepared"]["compiled"]["segments"]]
-    mean = statistics.geometric_mean(ratios) if ratios else 1.0
-    if (mean < 1.0) == (WAYS["boxed"] == DEFAULT) and mean != 1.0:
-        found.append(f"compiled takes {mean:.3f}x the time of boxed, and {DEFAULT} is the default")
-    return found
+    figures = {"cases": cases}
+    finish("segments", rows, figures, bars.segments(figures), save=args.save)
 
 
 if __name__ == "__main__":
