@@ -2,10 +2,13 @@
 
     python benchmarks/adam.py [--rounds 15 --threads 2] [--save]
 
-Ours is what the runtime does with a chunk: g16, p32, m, v in; p32, m, v, p16 out, 28 bytes per parameter. torch's is
+Ours is the arithmetic of a chunk's update: g16, p32, m, v in; p32, m, v, p16 out, 28 bytes per parameter. torch's is
 its fused AdamW with the two casts that a bf16 model needs beside it. The copy is of as many bytes, read and written.
-Buffers rotate through more memory than any cache holds. Bars: >= 0.85 of the copy's bandwidth, >= 1.0x torch's,
->= 1.3x DeepSpeed's where it is installed.
+Buffers rotate through more memory than any cache holds. All take ``--threads``, by default as many as torch does, and have
+the machine to themselves. A training is otherwise: where the CPU computes, its update lane has one thread, beside the
+compute's (docs/0020), and with checkpoints that thread also finds the checksums of what it updates (docs/0040); beside a GPU
+it has all cores but two. Neither checksums nor drives are in what is timed here. Bars: >= 0.85 of the copy's bandwidth, >= 1.0x
+torch's, >= 1.3x DeepSpeed's where it is installed.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def states() -> list[State]:
 
 
 def ours(state: State) -> None:
-    """What ``ChunkUpdate.compute`` does with a chunk in a staging buffer."""
+    """The arithmetic that ``ChunkUpdate.compute`` does with a chunk in a staging buffer."""
     master, exp_avg, exp_avg_sq, scratch, gradient, copy = state
     each = adam.part_elements()
     for start in range(0, CHUNK, each):

@@ -36,7 +36,11 @@ def _adam(found: Figures) -> str:
         ("torch's fused", "ratio_to_torch_fused"),
         ("DeepSpeed", "ratio_to_deepspeed"),
     )
-    return ", ".join(f"{number(found.get(key))}x {name}" for name, key in pairs)
+    ratios = ", ".join(f"{number(found.get(key))}x {name}" for name, key in pairs)
+    return (
+        f"{ratios}, each by {found['threads']} threads, without checksums (where the CPU computes, a training updates by one "
+        "thread, docs/0020, which finds checksums too if checkpoints are kept, docs/0040)"
+    )
 
 
 def _overlap(found: Figures) -> str:
