@@ -27,6 +27,8 @@ from peer_harness import loaded, options_of
 
 import lohan_fx
 from lohan_fx.compile import compiled
+from lohan_fx.cost import STATE_BYTES
+from lohan_fx.plan import Tier
 from lohan_fx.self_check import LEARNING_STEPS, WARM_UP_STEPS
 
 LEAST_WARM_UP = 2
@@ -96,6 +98,8 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
         "predicted_peak_rss_bytes": before_bytes + prediction.peak_bytes["host"],
         "nvme_read_bytes": (engine.store.bytes_read - read) // args.steps,
         "nvme_written_bytes": (engine.store.bytes_written - written) // args.steps,
+        "states_bytes": sum(STATE_BYTES * p.numel for p in found.parameters if p.trainable),
+        "nvme_states_bytes": sum(STATE_BYTES * p.numel for p in found.parameters if p.states_home is Tier.NVME),
         "stages_s": {stage: statistics.median(s.stages_s[stage] for s in check) for stage in check[0].stages_s},
         "lanes_s": {
             stage: {lane: statistics.median(s.lanes_s[stage].get(lane, 0.0) for s in check) for lane in lanes}

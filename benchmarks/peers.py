@@ -4,10 +4,12 @@
     python benchmarks/peers.py --model-size tiny --batch 2 --seq 64 --host-memory 512MiB --systems plain --rounds 1
 
 Rounds alternate over all systems, one process each. Before any speed is reported all losses must agree, step by step,
-to ``TOLERANCE`` of the loss: systems round bf16 in other places (measured: docs/0016). Without options of a model it
-runs the four cases below, whose limits are shares of the peak RSS that a peer had in the first round; a case of one's
-own gets ``--host-memory``, or a third of the first peer's peak RSS. DeepSpeed may live with another Python:
-``--peer-python``.
+to ``TOLERANCE`` of the loss: systems round bf16 in other places (measured: docs/0016). Where ours may have as much memory as
+a peer that keeps its states in RAM, the planner keeps them there too: each case tells what ours moved on NVMe.
+
+Without options of a model it runs the four cases below, whose limits are shares of the peak RSS that a peer had in the first
+round; a case of one's own gets ``--host-memory``, or a third of the first peer's peak RSS. DeepSpeed may live with another
+Python: ``--peer-python``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_harness import DEFAULT_PATH, INSTALLING, Harness, Trained, last_line, loaded, merged
+from peer_traffic import traffic
 from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from workload import cases_argument, numbered
 
@@ -222,6 +225,7 @@ def rows(case: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     run = case["systems"][NAME]["rounds"][-1]
     stages = " + ".join(f"{seconds:.2f}" for seconds in run["stages_s"].values())
     yield "  forward + backward + step", f"{stages} s; predicted {run['predicted_s']:.2f} s"
+    yield "  NVMe", traffic(run)
     if case.get("not_judged"):
         yield "  NOT JUDGED", ", ".join(case["not_judged"])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bars
+from peer_traffic import traffic
 from results_table import NOT_MEASURED, RESULTS, Figures, Row, finish, load, machines, number, scalars, table
 
 COMMAND = "python benchmarks/performance_table.py --write"
@@ -91,7 +92,8 @@ def _peer_case(case: Figures) -> str:
     peaks = ", ".join(
         f"{system} {figures['peak_rss_bytes'] / 1e9:.1f} GB" for system, figures in case["systems"].items()
     )
-    return f"{name}: {ratios} (peak RSS: {peaks})"
+    ours = traffic(case["systems"]["lohan_fx"]["rounds"][-1])
+    return f"{name}: {ratios} (peak RSS: {peaks}; lohan_fx: {ours})"
 
 
 def _generality(found: Figures) -> str:

@@ -58,6 +58,8 @@ def test_against_plain_pytorch_from_end_to_end(peers: ModuleType, tmp_path: Path
     plain, ours = systems["plain"], systems["lohan_fx"]
     assert len(plain["losses"]) == 3 and plain["losses"] == pytest.approx(ours["losses"][:3], rel=peers.TOLERANCE)
     assert len(set(plain["losses"])) == 3  # it trained
+    (run,) = ours["rounds"]
+    assert 0 <= run["nvme_states_bytes"] <= run["states_bytes"] and run["states_bytes"] > 0
     for found in systems.values():
         assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["s_per_step"])
         assert 100e6 < found["peak_rss_bytes"] < 2e9
@@ -80,6 +82,20 @@ def test_bars_and_limits(peers: ModuleType) -> None:
     assert peers.missed(case, systems, {"plain": 0.9}) == []
     systems["lohan_fx"]["peak_rss_bytes"] = 4_001
     assert len(peers.missed(case, systems, {"plain": 0.89, "zero_offload": 0.99})) == 3
+
+
+def test_each_case_tells_where_our_states_were(peers: ModuleType) -> None:
+    traffic = peers.traffic
+    assert traffic({"nvme_read_bytes": 0, "nvme_written_bytes": 0}) == "nothing on NVMe: all states in memory"
+    moved = {"nvme_read_bytes": 5_671_000_000, "nvme_written_bytes": 5_432_000_000}
+    told = "5.7 GB read and 5.4 GB written on NVMe per step; "
+    assert traffic(moved) == f"{told}how much of it for states was not saved"
+    states = {"states_bytes": 4_488_000_000, "nvme_states_bytes": 4_100_000_000}
+    assert traffic({**moved, **states}) == f"{told}4.1 of 4.5 GB of states on NVMe"
+    run = {**moved, "stages_s": {"forward": 1.0}, "predicted_s": 2.0}
+    ours = {"s_per_step": 1.0, "tokens_per_s": 1.0, "peak_rss_bytes": 1, "rounds": [run]}
+    case = {"config": "one", "systems": {"lohan_fx": ours}, "ratios": {}}
+    assert ("  NVMe", traffic(run)) in list(peers.rows(case))
 
 
 def test_without_deepspeed_it_says_how_to_install_it(
