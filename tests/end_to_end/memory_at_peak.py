@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import lohan_fx
-from tests.end_to_end.recipes import LR, cpu_profile, usual_dtype
+from tests.end_to_end.recipes import LR, profile_of, usual_dtype
 
 STEPS = 4
 LLAMA = {
@@ -20,13 +20,13 @@ LLAMA = {
 }  # fmt: skip
 
 
-def main(nvme: Path, policy: str, host_memory: str) -> None:
+def main(nvme: Path, policy: str, host_memory: str, device: str = "cpu") -> None:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    tokens = torch.randint(0, LLAMA["vocab_size"], (4, 128))
+    tokens = torch.randint(0, LLAMA["vocab_size"], (4, 128)).to(device)
     options = {"nvme": nvme, "host_memory": host_memory, "policy": policy, "revise": False}
-    lohan_fx.compile(model, cpu_profile(), compute_dtype=usual_dtype(), **options)
+    lohan_fx.compile(model, profile_of(device), compute_dtype=usual_dtype(), **options)
     with lohan_fx.releasing(model):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, accumulation_steps=1)
         lohan_fx.prepare(model, input_ids=tokens, labels=tokens)

@@ -1,6 +1,6 @@
 """Ways to train a case: plain PyTorch in fp32, plain PyTorch by the bf16 recipe, and lohan_fx.
 
-The bf16 recipe is the one that lohan_fx follows: weights and activations in bf16; fp32 masters that start as the
+The bf16 recipe is the one that lohan_fx follows: weights and activations in bf16; fp32 masters on the CPU that start as the
 original fp32 values; gradients cast to fp32 as each arrives and summed there; AdamW on the masters, which are then
 cast back.
 """
@@ -37,13 +37,15 @@ class Run:
 
 
 class MasterAdamW:
-    """AdamW on fp32 masters of ``model``, whose parameters become bf16."""
+    """AdamW on fp32 masters of ``model`` on the CPU; its parameters, wherever they are, become ``dtype``."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
         self._model = model
-        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
+        self.masters = {
+            name: nn.Parameter(p.detach().to("cpu", torch.float32, copy=True)) for name, p in model.named_parameters()
+        }
         for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._collect)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -52,9 +54,14 @@ class MasterAdamW:
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         master = self.masters[self._names[parameter]]
-        gradient = parameter.grad.float()
+        gradient = parameter.grad.to("cpu", torch.float32)
         master.grad = gradient if master.grad is None else master.grad + gradient
         parameter.grad = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the masters, as ``torch.amp.GradScaler`` wants them."""
+        return self._adam.param_groups
 
     def step(self) -> None:
         self._adam.step()
@@ -68,8 +75,13 @@ class MasterAdamW:
 
 def cpu_profile() -> HardwareProfile:
     """The paper's machine with a CPU for a device: plans are for it, and depend on nothing that this machine has."""
+    return profile_of("cpu")
+
+
+def profile_of(device: str) -> HardwareProfile:
+    """The same with any device."""
     profile = HardwareProfile.preset("rtx4090-12xP5510")
-    return dataclasses.replace(profile, device="cpu", host_memory_bytes=16 << 30)
+    return dataclasses.replace(profile, device=device, host_memory_bytes=16 << 30)
 
 
 def usual_dtype() -> torch.dtype:

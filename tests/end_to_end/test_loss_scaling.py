@@ -25,19 +25,6 @@ GROWTH_STEPS = 3
 MAX_NORM = 0.5
 
 
-class MasterAdamW16(MasterAdamW):
-    """The recipe's optimizer in fp16, as ``torch.amp.GradScaler`` wants one: with the param groups of the masters."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        for parameter in model.parameters():
-            parameter.data = self.masters[self._names[parameter]].detach().half()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._adam.param_groups
-
-
 def scaled_steps(
     model: Any, optimizer: Any, case: Case, steps: int, *, clips: Any = None, scaler: Any = None
 ) -> list[tuple[float, float, float]]:
@@ -64,7 +51,7 @@ def scaled_steps(
 )
 def test_fp16_is_bit_equal_to_its_recipe(case: Case, clipped: bool, on_nvme: Any) -> None:
     reference, model = case.build(), case.build()
-    master = MasterAdamW16(reference, lr=LR)
+    master = MasterAdamW(reference, torch.float16, lr=LR)
     call = torch.compile(reference, backend="aot_eager", dynamic=False)
     expected = scaled_steps(call, master, case, 8, clips=list(master.masters.values()) if clipped else None)
     torch._dynamo.reset()
@@ -115,7 +102,7 @@ def test_several_backwards_are_summed_scaled_and_unscaled_once(on_nvme: Any) -> 
             optimizer.zero_grad()
 
     reference, model = PERCEPTRON.build(), PERCEPTRON.build()
-    master = MasterAdamW16(reference, lr=LR)
+    master = MasterAdamW(reference, torch.float16, lr=LR)
     run(torch.compile(reference, backend="aot_eager", dynamic=False), master)
     torch._dynamo.reset()
     with on_nvme(model, torch.float16):
