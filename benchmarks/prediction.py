@@ -134,7 +134,7 @@ def one_pass(
         "predicted_s": prediction.step_s,
         "simulated_s": simulation.step_s,
         "seconds": seconds,
-        "predicted_lanes_s": _lanes(prediction),
+        "predicted_lanes_s": prediction.lanes_s,
         "simulated_lanes_s": dict(simulation.busy_s),
         "lanes_s": {lane: statistics.median(step.get(lane, 0.0) for step in lanes) for lane in simulation.busy_s},
         "drive_bytes_per_s": [hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s, hw.ssd_mixed_bytes_per_s],
@@ -150,14 +150,6 @@ def predict_again(model: torch.nn.Module, hw: HardwareProfile) -> Prediction:
     dtype = getattr(torch, found.request().compute_dtype)
     request = dataclasses.replace(found.request(), hw=hw, matmul_rate=hw.matmul_rate(dtype))
     return predict(found.halves[-1], found.plans[-1], request)
-
-
-def _lanes(prediction: Any) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for stage in (prediction.forward, prediction.backward, prediction.optimizer):
-        for lane, seconds in stage.lanes_s.items():
-            total[lane] = total.get(lane, 0.0) + seconds
-    return total
 
 
 def measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:

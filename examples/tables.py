@@ -49,7 +49,7 @@ def show_predicted_and_measured(
     seconds = {"step": (prediction.step_s, median(lambda r: r.seconds))}
     for lane in Lane:
         found = median(lambda r, lane=lane: r.lanes_s.get(lane, 0.0))  # type: ignore[misc]
-        seconds[lane] = (foretold(prediction).lane_s(lane), found)
+        seconds[lane] = (prediction.lanes_s.get(lane, 0.0), found)
     nbytes = {
         "peak RSS": (expected_peak_bytes, max(r.peak_rss_bytes for r in reports)),
         "NVMe read": (prediction.nvme_read_bytes, median(lambda r: r.nvme_read_bytes)),

@@ -243,6 +243,8 @@ FETCHES_LANE = "fetches"
 UPDATES_LANE = "updates"
 """No lanes: in the forward's seconds by lane, the drives' work for what it fetches and then compute from the last of it on; in
 the backward's, compute up to the first gradient and then the drives' work for updates."""
+BOUNDS: Mapping[str, str] = {FETCHES_LANE: "ssd", UPDATES_LANE: "ssd"}
+"""What stands among the lanes and is none -> the lane whose work it bounds a stage by."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,11 @@ class Stage:
     @property
     def bottleneck(self) -> str:
         return max(self.lanes_s, key=lambda lane: self.lanes_s[lane]) if self.lanes_s else "none"
+
+    @property
+    def work_s(self) -> dict[str, float]:
+        """The seconds of the lanes alone."""
+        return {lane: seconds for lane, seconds in self.lanes_s.items() if lane not in BOUNDS}
 
 
 @dataclass(frozen=True)
@@ -280,6 +287,15 @@ class Prediction:
     @property
     def step_s(self) -> float:
         return self.forward.seconds + self.backward.seconds + self.optimizer.seconds
+
+    @property
+    def lanes_s(self) -> dict[str, float]:
+        """Seconds of work per lane, all stages together."""
+        total: dict[str, float] = {}
+        for stage in (self.forward, self.backward, self.optimizer):
+            for lane, seconds in stage.work_s.items():
+                total[lane] = total.get(lane, 0.0) + seconds
+        return total
 
 
 class Use(enum.StrEnum):

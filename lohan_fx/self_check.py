@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lohan_fx.hardware import FrozenMapping, HardwareProfile, NvmeProfile, RequestRate
-from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Prediction, Stage
+from lohan_fx.plan import Prediction
 from lohan_fx.runtime.timeline import LaneTotals, Timeline
 
 STAGES = ("forward", "backward", "optimizer")
@@ -28,8 +28,6 @@ LEARNING_STEPS = 3
 """So many steps after the warm-up correct the profile."""
 REVISION_GAIN = 0.05
 """A new plan must promise to be faster by this share: making it costs a capture."""
-_BOUNDS = frozenset({FETCHES_LANE, UPDATES_LANE})
-"""Predicted beside the lanes, and not measured."""
 NEGLIGIBLE = 0.02
 """A lane predicted to be busy for less than this share of the step is not corrected: it binds nowhere."""
 MOST_CORRECTION = 20.0
@@ -113,10 +111,9 @@ def foretold(predicted: Prediction) -> StepCheck:
 
 
 def corrections(predicted: Prediction, measured: StepCheck) -> dict[str, float]:
-    """Lane -> how many times longer than predicted it was busy, over both stages; 1 where it hardly matters."""
+    """Lane -> how many times longer than predicted it was busy in a step; 1 where it hardly matters."""
     found = {}
-    for lane in {lane for stage in _stages(predicted).values() for lane in stage.lanes_s} - _BOUNDS:
-        expected_s = sum(stage.lanes_s.get(lane, 0.0) for stage in _stages(predicted).values())
+    for lane, expected_s in predicted.lanes_s.items():
         took_s = measured.lane_s(lane)
         heard_of = expected_s >= NEGLIGIBLE * predicted.step_s and took_s > 0
         found[lane] = bounded(took_s / expected_s if heard_of else 1.0)
@@ -156,10 +153,6 @@ def _slower(rates: Rates, ratio: float) -> Rates:
         write_bytes_per_s=rates.write_bytes_per_s / ratio,
         mixed_bytes_per_s=rates.mixed_bytes_per_s / ratio,
     )
-
-
-def _stages(predicted: Prediction) -> dict[str, Stage]:
-    return {name: getattr(predicted, name) for name in STAGES}
 
 
 def may_be_beaten(found_s: float, ratios: Mapping[str, float], now_s: float) -> bool:

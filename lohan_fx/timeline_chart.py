@@ -184,8 +184,7 @@ def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | 
 def _predicted_s(plan: Plan | None) -> Mapping[str, float]:
     if plan is None or plan.prediction is None:
         return {}
-    forward, backward = plan.prediction.forward.lanes_s, plan.prediction.backward.lanes_s
-    return {lane: forward.get(lane, 0.0) + backward.get(lane, 0.0) for lane in _LANES}
+    return dict.fromkeys(_LANES, 0.0) | plan.prediction.lanes_s
 
 
 def _draw_stages(axes: Any, stages: _Stages) -> None:

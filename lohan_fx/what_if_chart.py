@@ -41,10 +41,7 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     top.set_ylabel(f"{unit} per second")
     width = 0.8 / len(_LANES)
     for place, (lane, color) in enumerate(_LANES.items()):
-        seconds = [
-            sum(stage.lanes_s.get(lane, 0.0) for stage in row.found.stages.values()) if row.found else 0.0
-            for row in rows
-        ]
+        seconds = [row.found.prediction.lanes_s.get(lane, 0.0) if row.found else 0.0 for row in rows]
         offsets = [x + (place - 2) * width for x in range(len(rows))]
         bottom.bar(offsets, seconds, width=width, color=color, label=lane)
     steps = [row.found.step_s if row.found else float("nan") for row in rows]

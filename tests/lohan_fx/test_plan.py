@@ -248,6 +248,14 @@ def test_the_busiest_lane_bounds_a_stage() -> None:
     assert (Stage({}).seconds, Stage({}).bottleneck) == (0.0, "none")
 
 
+def test_the_lanes_of_a_step_are_those_of_all_its_stages_without_what_is_no_lane() -> None:
+    forward, backward = Stage({"compute": 1.0, "ssd": 2.0, "fetches": 2.5}), Stage({"compute": 2.0, "updates": 3.0})
+    after = Stage({"ssd": 4.0, "cpu": 0.5})
+    prediction = Prediction(forward, backward, {}, 0, 0, 0, 0, optimizer=after)
+    assert prediction.lanes_s == {"compute": 3.0, "ssd": 6.0, "cpu": 0.5}
+    assert prediction.step_s == 2.5 + 3.0 + 4.0
+
+
 def test_benefit_is_flops_per_byte() -> None:
     assert activation("mm").benefit == 10.0
     assert activation("mm", bytes=0).benefit == 0.0

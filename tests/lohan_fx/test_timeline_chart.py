@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from pathlib import Path
@@ -40,6 +41,12 @@ def test_busy_seconds_count_overlaps_once_and_compute_without_its_stalls() -> No
     assert timeline_chart._busy_s(STEP, "ssd") == 2.5
     assert timeline_chart._busy_s(STEP, "compute") == 6.25
     assert timeline_chart._busy_s(STEP, "cpu") == 3.5
+
+
+def test_what_is_predicted_of_a_lane_counts_updates_after_the_backward() -> None:
+    prediction = dataclasses.replace(PREDICTION, optimizer=Stage({"ssd": 2.0, "cpu": 0.5}))
+    found = timeline_chart._predicted_s(dataclasses.replace(PLAN, prediction=prediction))
+    assert found == {"compute": 5.5, "h2d": 0.0, "d2h": 0.0, "ssd": 5.0, "cpu": 0.5}
 
 
 def test_stages_add_up_to_the_step() -> None:
