@@ -9,7 +9,7 @@ from typing import Any
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.disk_space import disk_text, stored_bytes
 from lohan_fx.forecast import PRICE_YEARS, Forecast
-from lohan_fx.plan import Division, OptimizerTiming, Recompute, Stage, Tier
+from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Division, OptimizerTiming, Recompute, Stage, Tier
 from lohan_fx.plan_table import DECISIONS, division_table, table, windows_lines
 from lohan_fx.simulated_waits import WORTH_A_REASON, waits_s
 from lohan_fx.simulator import Simulation
@@ -26,6 +26,7 @@ _TIMINGS = {
     OptimizerTiming.AFTER_BACKWARD: "after the backward",
     OptimizerTiming.NEXT_FORWARD: "beside the next forward",
 }
+_ENDS = {FETCHES_LANE: " with compute behind the last fetch", UPDATES_LANE: " with compute before the first gradient"}
 _COUNTS = {"tokens": "tokens/s", "images": "images/s", "samples": "samples/s"}
 
 
@@ -129,12 +130,12 @@ def _recomputed(found: Forecast) -> str:
 
 
 def _binding(stage: Stage) -> str:
-    """Which lane binds, and by how much."""
-    lanes = sorted(stage.lanes_s.items(), key=lambda item: item[1], reverse=True)
-    (first, first_s), (second, second_s) = lanes[0], lanes[1]
-    if not second_s:
+    """Which lane binds, with compute at one end of it where that counts, and by how much more than the next one."""
+    others = {lane: seconds for lane, seconds in stage.work_s.items() if lane != stage.bottleneck}
+    first, second = f"{stage.bottleneck}{_ENDS.get(stage.bound, '')}", max(others, key=lambda lane: others[lane])
+    if not others[second]:
         return f"{first}, alone"
-    return f"{first}: {format_seconds(first_s)}, {first_s / second_s - 1:.0%} more than {second}"
+    return f"{first}: {format_seconds(stage.seconds)}, {stage.seconds / others[second] - 1:.0%} more than {second}"
 
 
 def _wear(found: Forecast) -> str:

@@ -258,8 +258,14 @@ class Stage:
         return max(self.lanes_s.values(), default=0.0)
 
     @property
-    def bottleneck(self) -> str:
+    def bound(self) -> str:
+        """What is longest: a lane, or one of ``BOUNDS``; "none" where there is nothing."""
         return max(self.lanes_s, key=lambda lane: self.lanes_s[lane]) if self.lanes_s else "none"
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that binds: the drives also where their work is longest with the compute at one end of it."""
+        return BOUNDS.get(self.bound, self.bound)
 
     @property
     def work_s(self) -> dict[str, float]:

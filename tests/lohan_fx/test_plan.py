@@ -248,6 +248,13 @@ def test_the_busiest_lane_bounds_a_stage() -> None:
     assert (Stage({}).seconds, Stage({}).bottleneck) == (0.0, "none")
 
 
+@pytest.mark.parametrize("bound", ["fetches", "updates"])
+def test_the_drives_bind_where_their_work_does_with_compute_at_its_end(bound: str) -> None:
+    stage = Stage({"compute": 2.25, "ssd": 2.0, bound: 2.5})
+    assert (stage.seconds, stage.bound, stage.bottleneck) == (2.5, bound, "ssd")
+    assert stage.work_s == {"compute": 2.25, "ssd": 2.0}
+
+
 def test_the_lanes_of_a_step_are_those_of_all_its_stages_without_what_is_no_lane() -> None:
     forward, backward = Stage({"compute": 1.0, "ssd": 2.0, "fetches": 2.5}), Stage({"compute": 2.0, "updates": 3.0})
     after = Stage({"ssd": 4.0, "cpu": 0.5})
