@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -146,19 +146,42 @@ def make_budgets(
     windows: Windows,
     parameters: int = 0,
     compiler_bytes: int = 0,
+    windows_of: Callable[[int], Windows] | None = None,
 ) -> Budgets:
-    """The budgets of a run with so many parameter tensors and a compiler of so many bytes; ``InfeasiblePlan`` where not
-    even the fixed part fits."""
+    """The budgets of a run with so many parameter tensors and a compiler of so many bytes. ``windows_of``: which windows
+    another promise gets; None: these.
+
+    Raises ``InfeasiblePlan`` where not even the fixed part fits.
+    """
     shared = hw.device == "cpu"
     host = host_memory_bytes or default_host_memory_bytes(hw)
     device = device_memory_bytes or (host if shared else default_device_memory_bytes(hw))
+
+    def fixed_of(promise_bytes: int) -> int:
+        found = windows if windows_of is None else windows_of(promise_bytes)
+        return fixed_bytes(found, parameters, shared=shared) + compiler_bytes
+
     fixed = fixed_bytes(windows, parameters, shared=shared) + compiler_bytes
     if fixed >= host:
+        least = least_promise(fixed, lambda promise_bytes: fixed_of(promise_bytes) + 1)
         raise InfeasiblePlan(
             f"host_memory={host:,} bytes is too small for any plan: staging and captured graphs alone take {fixed:,}; "
-            f"{fixed - host:,} bytes are missing; pass host_memory of at least {2 * fixed:,}"
+            f"{fixed - host:,} bytes are missing; pass host_memory of at least {least:,}"
         )
     return Budgets(host, device, fixed, shared)
+
+
+def least_promise(from_bytes: int, needed: Callable[[int], int]) -> int:
+    """The least promise from ``from_bytes`` on, in whole MiB, that holds what is ``needed`` of it, which grows more slowly
+    than the promise."""
+    promise = _whole(from_bytes)
+    while (more := _whole(needed(promise))) > promise:
+        promise = more
+    return promise
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // MIB) * MIB
 
 
 def default_device_memory_bytes(hw: HardwareProfile) -> int:

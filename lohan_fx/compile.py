@@ -23,7 +23,7 @@ from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, ins
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta_init import Initialize
 from lohan_fx.original_parameters import slots_of
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Windows
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.request import Request
 from lohan_fx.resuming import as_on_disk, take_up, to_resume
@@ -117,13 +117,15 @@ def compile(
     if files is not None:
         check_files(model, found, files)
     nvme, manifests = to_resume(nvme, hw, resume_from_checkpoint, checkpoints)
-    shared = hw.device == "cpu"
-    most = host or default_host_memory_bytes(hw)
-    windows = plan.windows if plan else choose_windows(most, facts, shared=shared, drives=drives_of(nvme, hw))
-    if manifests:
-        windows = as_on_disk(windows, manifests[-1], plan)
+
+    def windows_of(promise_bytes: int) -> Windows:
+        shared, drives = hw.device == "cpu", drives_of(nvme, hw)
+        found = plan.windows if plan else choose_windows(promise_bytes, facts, shared=shared, drives=drives)
+        return as_on_disk(found, manifests[-1], plan) if manifests else found
+
+    windows = windows_of(host or default_host_memory_bytes(hw))
     compiler_bytes = 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES
-    budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes)
+    budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes, windows_of)
     check_largest(facts, budgets.device_memory_bytes)
     request = Request(
         hw=hw.at_requests(mean_request_bytes(facts, windows)),
@@ -137,6 +139,7 @@ def compile(
         revise=revise,
         segments=segments,
         chooses_sizes=plan is None and not manifests,
+        windows_of=windows_of,
     )
     with contextlib.ExitStack() as undo:
         directories, cleanup = directories_for(nvme, hw)

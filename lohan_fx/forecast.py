@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -190,18 +191,22 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
     here = hw.is_this_machine()
     most = default_host_memory_bytes(hw) if here else int(hw.host_memory_bytes * UNLIMITED_SHARE)
     host = asked.host_memory_bytes or most
-    windows = choose_windows(host, capture.facts, shared=hw.device == "cpu", drives=max(1, len(hw.nvme)))
+    windows_of = functools.partial(
+        choose_windows, parameters=capture.facts, shared=hw.device == "cpu", drives=max(1, len(hw.nvme))
+    )
+    windows = windows_of(host)
     return Request(
         hw=hw.at_requests(mean_request_bytes(capture.facts, windows)),
         policy=asked.policy,
         compute_dtype=str(asked.compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(asked.compute_dtype),
         parameters=capture.facts,
-        budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts)),
+        budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts), windows_of=windows_of),
         windows=windows,
         plan=None,
         chooses_sizes=True,
         holds=asked.clipping or asked.compute_dtype is torch.float16,
+        windows_of=windows_of,
     )
 
 

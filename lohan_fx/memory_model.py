@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from lohan_fx.budgets import least_promise, staging_bytes
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
 from lohan_fx.problem import Problem
 
-STAGING_GROWTH_BYTES = 128 << 20
-"""A larger promise also gets larger staging, by at most this, and larger windows and more room for gradients, by at most
-6/16 and 1/64 of the difference (``budgets.choose_windows``)."""
-_NET_OF_GROWTH = 1 - 6 / 16 - 1 / 64
-"""Of a byte more of promise so much is left."""
+_AHEAD = ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes")
+"""Windows in memory of the device."""
 
 
 def resident_bytes(plan: Plan) -> tuple[int, int]:
@@ -62,16 +62,45 @@ def missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
 
 
 def check(problem: Problem, plan: Plan, device_peak: int) -> None:
+    """Raises ``InfeasiblePlan`` where ``plan`` needs more than its budgets; it names promises that hold such a plan."""
     over = missing(problem, plan, device_peak)
     if not over:
         return
     budgets = problem.budgets
+    enough = _enough(problem, plan, over)
     lines = []
     for tier, nbytes in over.items():
         budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
-        enough = budget + nbytes if tier == "device" else budget + int(nbytes / _NET_OF_GROWTH) + STAGING_GROWTH_BYTES
-        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough:,} would fit")
+        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough[tier]:,} would fit")
     raise InfeasiblePlan(
         f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
         f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
     )
+
+
+def _enough(problem: Problem, plan: Plan, over: Mapping[str, int]) -> dict[str, int]:
+    """Tier -> the least promise that, with the other one, holds ``plan``, which exceeds its budgets by ``over``."""
+    budgets = problem.budgets
+    host, device = budgets.host_memory_bytes + over.get("host", 0), budgets.device_memory_bytes + over.get("device", 0)
+
+    def needed_host(promise_bytes: int) -> int:
+        ahead = _more_ahead(problem, plan, promise_bytes) if budgets.shared else 0
+        return host + _more_staging(problem, promise_bytes) + ahead
+
+    enough = least_promise(host, needed_host) if "host" in over else host
+    return {"host": enough, "device": device + _more_ahead(problem, plan, enough)}
+
+
+def _more_staging(problem: Problem, promise_bytes: int) -> int:
+    """Host memory that staging takes more than now of a promise of so many bytes."""
+    shared = problem.budgets.shared
+    return staging_bytes(problem.windows_for(promise_bytes), shared=shared) - staging_bytes(
+        problem.windows, shared=shared
+    )
+
+
+def _more_ahead(problem: Problem, plan: Plan, promise_bytes: int) -> int:
+    """Device memory that larger windows of a larger promise may take, without those that ``plan`` does not have."""
+    now, then = (problem.windows_for(nbytes) for nbytes in (problem.budgets.host_memory_bytes, promise_bytes))
+    names = (name for name in _AHEAD if getattr(plan.windows, name))
+    return sum(max(0, getattr(then, name) - getattr(now, name)) for name in names)

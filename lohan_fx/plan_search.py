@@ -95,7 +95,12 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
         if not request.chooses_sizes:
             raise
     smallest = settled(request, staging.smallest(request.windows))
-    return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True))
+    windows_of = None if request.windows_of is None else functools.partial(_smallest_of, request.windows_of)
+    return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True, windows_of=windows_of))
+
+
+def _smallest_of(windows_of: Callable[[int], Windows], promise_bytes: int) -> Windows:
+    return staging.smallest(windows_of(promise_bytes))
 
 
 def _planned(rewrites: Rewrites, request: Request) -> Plan:
@@ -116,6 +121,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         ends=step_ends(keeping, seconds, request.windows),
         holds=request.holds,
         handover_s=cost.handover_s(request.hw),
+        windows_of=request.windows_of,
     )
     problem = _with_turn(problem, keeping, request)
     plan, problem = _running_ahead(make_plan(problem, request.hw), problem, rewrites, request)

@@ -54,7 +54,8 @@ class Problem:
     ``backward_s``. ``coming_back_s``: what compute waits for an activation that is swapped to a tier and needed back sooner
     than it can be (``cost.coming_back_s``); none where it is not said. ``in_turns``: whether what is swapped is spread over the
     model, which keeps the link at work all the time, instead of being what is made first, which is away longest; then
-    ``soon_back``, which are away for little longer than they take, had better stay.
+    ``soon_back``, which are away for little longer than they take, had better stay. ``windows_of``: which windows a promise
+    of so many bytes of host memory gets; None: these, whatever it is.
     """
 
     policy: str
@@ -73,6 +74,11 @@ class Problem:
     coming_back_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
     in_turns: bool = False
     soon_back: frozenset[str] = frozenset()
+    windows_of: Callable[[int], Windows] | None = None
+
+    def windows_for(self, promise_bytes: int) -> Windows:
+        """The windows of another promise of host memory."""
+        return self.windows if self.windows_of is None else self.windows_of(promise_bytes)
 
     @functools.cached_property
     def small_activation_bytes(self) -> int:

@@ -24,7 +24,8 @@ class Request:
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
     may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
-    are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014).
+    are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014). ``windows_of``:
+    which windows another promise would get, for messages that name one; None: these.
     """
 
     hw: HardwareProfile
@@ -43,6 +44,7 @@ class Request:
     chooses_staging: bool = True
     chooses_sizes: bool = False
     holds: bool = False
+    windows_of: Callable[[int], Windows] | None = None
 
 
 def settled(request: Request, windows: Windows) -> Request:

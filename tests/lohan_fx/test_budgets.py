@@ -19,6 +19,7 @@ from lohan_fx.budgets import (
     choose_windows,
     default_host_memory_bytes,
     fixed_bytes,
+    least_promise,
     make_budgets,
     mean_request_bytes,
     parse_bytes,
@@ -26,6 +27,7 @@ from lohan_fx.budgets import (
 )
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Windows
 from lohan_fx.problem import ParameterFacts
 from lohan_fx.runtime.state_buffer import buffer_bytes
 
@@ -207,13 +209,33 @@ def test_without_a_promise_most_of_what_is_free_may_be_used(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("asked", "tensors"), [(64 * MIB, 1), (100 * MIB, 40), (700 * MIB, 1500), (GIB, 5000)])
 def test_a_promise_that_staging_alone_exceeds_is_refused_with_one_that_it_does_not(asked: int, tensors: int) -> None:
+    def windows_of(promise: int) -> Windows:
+        return choose_windows(promise, parameters(10), shared=True)
+
     with pytest.raises(InfeasiblePlan) as caught:
-        make_budgets(CPU, asked, None, choose_windows(asked, parameters(10)), tensors)
+        make_budgets(CPU, asked, None, windows_of(asked), tensors, windows_of=windows_of)
     message = str(caught.value)
     assert message.startswith(f"host_memory={asked:,} bytes is too small for any plan")
     taken, missing, enough = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{6,})(?:;| bytes are|$)", message))
     assert missing == taken - asked
-    make_budgets(CPU, enough, None, choose_windows(enough, parameters(10)), tensors)
+    make_budgets(CPU, enough, None, windows_of(enough), tensors)
+    less = enough - MIB
+    with pytest.raises(InfeasiblePlan):
+        make_budgets(CPU, less, None, windows_of(less), tensors)
+
+
+@given(
+    st.integers(0, 50_000 * MIB), st.integers(0, 50_000 * MIB), st.integers(0, 3 * 256), st.integers(0, 10_000 * MIB)
+)
+def test_the_least_promise_holds_what_is_needed_of_it_and_a_mebibyte_less_does_not(
+    from_bytes: int, fixed: int, share: int, step_at: int
+) -> None:
+    def needed(promise: int) -> int:
+        return fixed + promise * share // 1024 + (100 * MIB if promise >= step_at else 0)
+
+    found = least_promise(from_bytes, needed)
+    assert found % MIB == 0 and found >= max(from_bytes, needed(found))
+    assert found - MIB < max(from_bytes, needed(found - MIB))
 
 
 def test_the_mean_request_is_that_of_all_a_step_moves() -> None:

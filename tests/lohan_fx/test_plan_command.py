@@ -522,11 +522,29 @@ def test_what_libraries_print_while_planning_is_no_part_of_the_answer(capfd: pyt
 # --- the change that would fit really does ---------------------------------------------------------------------
 
 
-def suggested(text: str) -> list[str]:
+LESS = 0.97
+"""Of a promise said to be the least, this share must not do."""
+
+
+def suggested(text: str) -> dict[str, str]:
     """The options of the smallest change that a refusal names."""
     found = re.findall(r"(host|device)_memory=([\d,]+) would fit", text)
     found += [("host", least) for least in re.findall(r"pass host_memory of at least ([\d,]+)", text)]
-    return [word for tier, nbytes in found for word in (f"--{tier}-memory", nbytes.replace(",", ""))]
+    return {f"--{tier}-memory": nbytes.replace(",", "") for tier, nbytes in found}
+
+
+def asked_until_it_fits(
+    capsys: pytest.CaptureFixture[str], model: str, policy: str, asked: dict[str, str], *others: str
+) -> dict[str, str]:
+    """``asked`` with the changes that refusals name, until it fits."""
+    for _ in range(3):  # what takes no part of host memory at all can only be told once something fits there
+        code = plan(model, *(word for pair in asked.items() for word in pair), "--policy", policy, *others)
+        text = capsys.readouterr().out
+        if code == 0:
+            return asked
+        assert code == 2 and suggested(text), text
+        asked = asked | suggested(text)
+    raise AssertionError(text)
 
 
 @pytest.mark.parametrize(
@@ -541,19 +559,24 @@ def suggested(text: str) -> list[str]:
 def test_the_smallest_change_really_fits(
     model: str, given: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"--host-memory": given[0], "--device-memory": given[1]}
-    for _ in range(3):  # what takes no part of host memory at all can only be told once something fits there
-        options = [word for pair in asked.items() for word in pair]
-        code = plan(model, *options, "--policy", policy, "--no-simulation")
-        text = capsys.readouterr().out
-        if code == 0:
-            break
-        changes = suggested(text)
-        assert code == 2 and changes, text
-        asked |= dict(zip(changes[::2], changes[1::2], strict=True))
-    assert code == 0, text
-    # The smallest: with what was missing and nothing for growth it is not far away.
-    assert all(int(value) < 2**31 for value in asked.values() if value.isdecimal())
+    given_options = {"--host-memory": given[0], "--device-memory": given[1]}
+    asked = asked_until_it_fits(capsys, model, policy, given_options, "--no-simulation")
+    for option in (option for option in asked if asked[option] != given_options[option]):
+        less = asked | {option: str(int(LESS * int(asked[option])))}
+        words = [word for pair in less.items() for word in pair]
+        assert plan(model, *words, "--policy", policy, "--no-simulation") == 2
+        assert option in suggested(capsys.readouterr().out)
+
+
+def test_much_that_is_missing_beside_a_gpu_is_what_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """29 GB of optimizer states: windows are the device's, staging is capped by the size of a layer."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"n_embd": 8192, "n_head": 64, "n_layer": 3}))
+    model, device, mib = str(tmp_path), ("--device-memory", "80GiB", "--no-simulation"), 1 << 20
+    asked = asked_until_it_fits(capsys, model, "in-memory", {"--host-memory": "4GiB"}, *device)
+    enough = int(asked["--host-memory"])
+    found = answered(capsys, model, "--policy", "in-memory", "--host-memory", str(enough), *device)
+    assert enough - mib < found["peak_bytes"]["host"] <= enough
+    assert plan(model, "--policy", "in-memory", "--host-memory", str(enough - mib), *device) == 2
 
 
 def test_the_answer_shows_windows_and_the_division(model: str, capsys: pytest.CaptureFixture[str]) -> None:
