@@ -233,7 +233,8 @@ def example_of(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise UserCodeError(f"{spec} failed: {type(error).__name__}: {error}") from error
+        shape = f" with {', '.join(f'{name}={value}' for name, value in given.items())}" if given else ""
+        raise UserCodeError(f"{spec}{shape} failed: {type(error).__name__}: {error}") from error
     if not (isinstance(found, tuple) and len(found) == 2):
         raise TypeError(f"{spec} returned {type(found).__name__}: expected a pair (model, inputs as dict)")
     model, inputs = found

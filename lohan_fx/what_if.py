@@ -13,6 +13,7 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecast import Asked, Forecast, Subject, forecast
 from lohan_fx.forecast_table import forecast_data, format_rate
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.model_source import UserCodeError
 from lohan_fx.plan_table import table
 from lohan_fx.policies import POLICIES, named
 from lohan_fx.presets import PRESETS
@@ -44,11 +45,13 @@ class Row:
 
 
 def attempt(label: str, make: Callable[[], Forecast]) -> Row:
-    """The forecast that ``make`` gives, or the first line of why there is none."""
+    """The forecast that ``make`` gives, or the first line of why there is none. What the user's own code raises is raised."""
     try:
         return Row(label, make())
     except (InfeasiblePlan, ValueError) as error:
         return Row(label, None, str(error).splitlines()[0], isinstance(error, ValueError))
+    except UserCodeError:
+        raise
 
 
 # --- what is varied -------------------------------------------------------------------------------------------

@@ -60,8 +60,11 @@ def gives_up():
 def deeper():
     return missing
 
-def raises():
+def raises(batch=1):
     return deeper()
+
+def fussy(batch=1):
+    return stack(batch) if batch < 2 else deeper()
 """
 
 
@@ -487,6 +490,27 @@ def test_a_file_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_function_may_take_anything_and_print(functions: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:takes_anything", "--batch", "8", "--json") == 0
     printed = capfd.readouterr()
+@pytest.mark.parametrize("function", ["raises", "fussy"])
+@pytest.mark.parametrize("options", [("--best-batch",), ("--vary", "batch=1,2")], ids=["best batch", "vary"])
+def test_so_does_one_that_is_tried_with_several_batches(
+    function: str, options: tuple[str, ...], functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where only some of them raise."""
+    assert plan(f"{functions}:{function}", *options, "--no-simulation") == 1
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == "" and lines[0].startswith("Traceback")
+    assert f"in {function}" in printed.err and "in deeper" in printed.err
+    batch = 2 if function == "fussy" else 1
+    assert lines[-1].startswith(f"lohan-fx: {functions}:{function} with batch={batch} failed: NameError")
+
+
+def test_so_does_one_under_several_policies(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:raises", "--compare", "lohan,recompute") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "in deeper" in printed
+
+
     assert json.loads(printed.out)["samples"] == 8
     assert "from the user" in printed.err
 
