@@ -72,7 +72,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", help=f"({DEFAULT_POLICY})")
     parser.add_argument("--compute-dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (%(default)s)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--best-batch", action="store_true", help="the batch with the most throughput")
+    what.add_argument(
+        "--best-batch",
+        action="store_true",
+        help="the batch with the most throughput of those tried: doubled while that gains 1%%, then 3/4 and 3/2 of the best, "
+        "and up to the largest that fits, to 5%%",
+    )
     what.add_argument(
         "--max-model",
         action="store_true",

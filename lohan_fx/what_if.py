@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ MOST = 1 << 24
 MOST_DRIVES = 1024
 GAIN = 1.01
 """A doubled batch must give this much more throughput to be worth another try."""
+FINEST = 0.05
+"""Share of the best batch by which the next one that was tried, and does not fit, may be larger."""
 
 SubjectOf = Callable[[int | None, int | None], Subject]
 """The model captured at a batch and a sequence; None for what was asked for."""
@@ -48,10 +50,10 @@ def attempt(label: str, make: Callable[[], Forecast]) -> Row:
     """The forecast that ``make`` gives, or the first line of why there is none. What the user's own code raises is raised."""
     try:
         return Row(label, make())
-    except (InfeasiblePlan, ValueError) as error:
-        return Row(label, None, str(error).splitlines()[0], isinstance(error, ValueError))
     except UserCodeError:
         raise
+    except (InfeasiblePlan, ValueError) as error:
+        return Row(label, None, str(error).splitlines()[0], isinstance(error, ValueError))
 
 
 # --- what is varied -------------------------------------------------------------------------------------------
@@ -183,7 +185,8 @@ def _with_gpu(hw: HardwareProfile, gpu: str) -> HardwareProfile:
 def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
     """Rows for growing batches; the fastest per token is the one with the most throughput.
 
-    Doubles while that gains, then looks at what lies half-way to the best one's neighbours.
+    Doubles while that gains, then looks at what lies half-way to the best one's neighbours, and, as long as the next larger
+    one does not fit, half-way to that, until they are less than ``FINEST`` apart.
     """
 
     def row(batch: int) -> Row:
@@ -201,7 +204,18 @@ def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
     for between in (top * 3 // 4, top * 3 // 2):
         if between not in found and between > 0:
             found[between] = row(between)
+    while (closer := _below_the_limit(found)) is not None:
+        found[closer] = row(closer)
     return [found[batch] for batch in sorted(found)]
+
+
+def _below_the_limit(found: Mapping[int, Row]) -> int | None:
+    """The batch half-way from the best one to the next larger one, where that does not fit and is not close."""
+    top = max(found, key=lambda b: _rate(found[b]))
+    above = min((b for b in found if b > top), default=top)
+    if found[above].found is not None or above - top <= max(1, FINEST * top):
+        return None
+    return (top + above) // 2
 
 
 def _rate(row: Row) -> float:

@@ -189,10 +189,46 @@ def test_other_gpus_and_shapes(model: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_best_batch_has_the_most_throughput(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, model, "--best-batch", "--no-simulation", "--device-memory", "40MiB")
+    found = answered(capsys, model, "--best-batch", "--no-simulation", "--device-memory", "6MiB")
     rates = {row["case"]: row["samples_per_s"] for row in found["rows"] if row["fits"]}
     assert found["best"] == max(rates, key=lambda case: rates[case])
     assert len(rates) > 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rated:
+    """What is asked of a forecast for the best batch."""
+
+    samples_per_s: float
+
+
+@pytest.mark.parametrize(
+    ("most", "faster", "tried"),
+    [
+        (43, True, [1, 2, 4, 8, 16, 24, 32, 40, 42, 44, 48, 64]),
+        (32, True, [1, 2, 4, 8, 16, 24, 32, 33, 34, 36, 40, 48, 64]),
+        (43, False, [1, 2, 4, 8, 16, 24, 32, 40, 48, 64]),
+        (1, True, [1, 2]),
+        (0, True, [1]),
+    ],
+)
+def test_the_best_batch_is_looked_for_up_to_the_largest_that_fits(
+    most: int, faster: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``faster``: beyond 32, too."""
+
+    def attempt(label: str, make: Any) -> what_if.Row:
+        batch = int(label)
+        rate = float(batch if faster or batch <= 32 else 31)
+        return what_if.Row(label, Rated(rate) if batch <= most else None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(what_if, "attempt", attempt)
+    rows = what_if.best_batch(lambda batch, seq: None, None)  # type: ignore[arg-type, return-value]
+    assert sorted(int(row.label) for row in rows) == tried
+    best = what_if.best(rows)
+    best_batch = int(best.label) if best is not None else 0
+    assert best_batch == (32 if not faster else max((b for b in tried if b <= most), default=0))
+    assert not most or not faster or most - best_batch <= 0.05 * best_batch
 
 
 def test_the_largest_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,6 +490,27 @@ def test_a_function_that_raises_shows_its_own_traceback(functions: str, capsys: 
     assert lines[-1].startswith(f"lohan-fx: {functions}:raises failed: NameError")
 
 
+@pytest.mark.parametrize("function", ["raises", "fussy"])
+@pytest.mark.parametrize("options", [("--best-batch",), ("--vary", "batch=1,2")], ids=["best batch", "vary"])
+def test_so_does_one_that_is_tried_with_several_batches(
+    function: str, options: tuple[str, ...], functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where only some of them raise."""
+    assert plan(f"{functions}:{function}", *options, "--no-simulation") == 1
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == "" and lines[0].startswith("Traceback")
+    assert f"in {function}" in printed.err and "in deeper" in printed.err
+    batch = 2 if function == "fussy" else 1
+    assert lines[-1].startswith(f"lohan-fx: {functions}:{function} with batch={batch} failed: NameError")
+
+
+def test_so_does_one_under_several_policies(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{functions}:raises", "--compare", "lohan,recompute") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "in deeper" in printed
+
+
 def test_a_function_that_knows_no_batch(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:stack", "--seq", "4") == 1
     assert "decides that itself" in one_line(capsys)
@@ -490,27 +547,6 @@ def test_a_file_that_is_no_python(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_function_may_take_anything_and_print(functions: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:takes_anything", "--batch", "8", "--json") == 0
     printed = capfd.readouterr()
-@pytest.mark.parametrize("function", ["raises", "fussy"])
-@pytest.mark.parametrize("options", [("--best-batch",), ("--vary", "batch=1,2")], ids=["best batch", "vary"])
-def test_so_does_one_that_is_tried_with_several_batches(
-    function: str, options: tuple[str, ...], functions: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where only some of them raise."""
-    assert plan(f"{functions}:{function}", *options, "--no-simulation") == 1
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == "" and lines[0].startswith("Traceback")
-    assert f"in {function}" in printed.err and "in deeper" in printed.err
-    batch = 2 if function == "fussy" else 1
-    assert lines[-1].startswith(f"lohan-fx: {functions}:{function} with batch={batch} failed: NameError")
-
-
-def test_so_does_one_under_several_policies(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(f"{functions}:raises", "--compare", "lohan,recompute") == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("Traceback") and "in deeper" in printed
-
-
     assert json.loads(printed.out)["samples"] == 8
     assert "from the user" in printed.err
 
