@@ -29,6 +29,7 @@ class Family(enum.StrEnum):
     GEMMA = "gemma"
     GEMMA2 = "gemma2"
     PHI3 = "phi3"
+    ROBERTA = "roberta"
     DIT = "dit"
 
 
@@ -94,7 +95,7 @@ def _in_block(dims: ModelDims) -> int:
     h, f = dims.hidden, dims.ffn
     q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     match dims.family:
-        case Family.GPT2 | Family.OPT | Family.GPT_NEOX:
+        case Family.GPT2 | Family.OPT | Family.GPT_NEOX | Family.ROBERTA:
             return 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h  # attention, MLP, two norms with bias
         case Family.DIT:
             return 4 * h * h + 4 * h + 2 * h * f + f + h + 6 * h * h + 6 * h  # norms have none; adaLN modulation
@@ -116,6 +117,10 @@ def _outside_blocks(dims: ModelDims) -> int:
             return (dims.vocab + dims.positions + 2) * h + 2 * h  # OPT's positions start at 2
         case Family.GPT_NEOX:
             return 2 * dims.vocab * h + 2 * h
+        case (
+            Family.ROBERTA
+        ):  # as OPT's positions; one token type; the head has a layer of its own, and a bias per token
+            return (dims.vocab + dims.positions + 2 + 1) * h + 2 * h + h * h + h + 2 * h + dims.vocab
         case Family.DIT:
             cells = dims.patch**2 * dims.channels
             embeddings = cells * h + h + 256 * h + h + h * h + h + (dims.classes + 1) * h
@@ -148,11 +153,14 @@ def build(dims: ModelDims, layers: int | None = None, *, dropout: float = 0.0) -
 
 
 def model_from_config(config: Any) -> nn.Module:
-    """The causal language model of a Hugging Face ``config`` on ``meta``, in training mode, without a cache."""
+    """The causal language model of a Hugging Face ``config``, of RoBERTa the masked one, on ``meta``, in training mode,
+    without a cache."""
     transformers = _transformers()
     config.use_cache = False
+    masked = config.model_type == Family.ROBERTA
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: nn.Module = auto.from_config(config, dtype=torch.float32)
     return model.train()
 
 
@@ -174,10 +182,19 @@ def _config(dims: ModelDims, dropout: float) -> Any:
             sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
             return auto(dims.family.value, **sizes)
         case Family.OPT:
+            sizes |= {"max_position_embeddings": dims.positions}
             sizes |= {"ffn_dim": dims.ffn, "word_embed_proj_dim": dims.hidden, "dropout": dropout}
+        case Family.ROBERTA:  # its positions start at 2
+            sizes |= {
+                "intermediate_size": dims.ffn,
+                "max_position_embeddings": dims.positions + 2,
+                "type_vocab_size": 1,
+            }
+            sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
         case _:
+            sizes |= {"max_position_embeddings": dims.positions}
             sizes |= {"intermediate_size": dims.ffn, "attention_dropout": dropout, "tie_word_embeddings": dims.tied}
-    if dims.family not in (Family.OPT, Family.GPT_NEOX):
+    if dims.family not in (Family.OPT, Family.GPT_NEOX, Family.ROBERTA):
         sizes |= {"num_key_value_heads": dims.kv_heads, "head_dim": dims.head_dim}
     if dims.family is Family.PHI3:
         sizes |= {"pad_token_id": None}
@@ -188,6 +205,5 @@ def _config(dims: ModelDims, dropout: float) -> Any:
         hidden_size=dims.hidden,
         num_hidden_layers=dims.layers,
         num_attention_heads=dims.heads,
-        max_position_embeddings=dims.positions,
         **sizes,
     )

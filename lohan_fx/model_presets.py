@@ -134,6 +134,7 @@ _ALL: tuple[ModelDims, ...] = (
     *_gpt(Family.GPT_NEOX, _HUB.format("EleutherAI/pythia-6.9b"), 50432, 2048, "pythia-6.9b 32 4096 32"),
     *_gpt(Family.GPT_NEOX, _HUB.format("EleutherAI/pythia-12b"), 50688, 2048, "pythia-12b 36 5120 40"),
     *_gpt(Family.GPT_NEOX, _HUB.format("EleutherAI/gpt-neox-20b"), 50432, 2048, "gpt-neox-20b 44 6144 64"),
+    *_gpt(Family.ROBERTA, _HUB.format("FacebookAI/roberta-base") + "; S-TB-03", 50265, 512, "roberta-base 12 768 12"),
     *_gated(
         Family.LLAMA,
         "",

@@ -142,8 +142,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _hint(arguments: argparse.Namespace, text: str) -> str:
     """What else would help where the device's memory is short."""
     dims = MODELS.get(arguments.model)
-    is_text = ".py:" not in arguments.model and (dims is None or dims.family is not Family.DIT)
-    return "; --lean-loss needs less of it" if is_text and "device_memory" in text and not arguments.lean_loss else ""
+    is_causal = ".py:" not in arguments.model and (dims is None or dims.family not in (Family.DIT, Family.ROBERTA))
+    return "; --lean-loss needs less of it" if is_causal and "device_memory" in text and not arguments.lean_loss else ""
 
 
 def _of_the_user(error: BaseException) -> Any:

@@ -24,10 +24,22 @@ def test_parameters_counted_from_dimensions_are_those_of_the_model(family: Famil
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt3-13b", 12.85), ("gpt3-175b", 174.6), ("gpt3-70b", 64.86), ("dit-0.67b", 0.675), ("llama-3.1-8b", 8.03)],
+    [
+        ("gpt3-13b", 12.85),
+        ("gpt3-175b", 174.6),
+        ("gpt3-70b", 64.86),
+        ("dit-0.67b", 0.675),
+        ("llama-3.1-8b", 8.03),
+        ("roberta-base", 0.1247),
+    ],
 )
 def test_known_sizes(name: str, billions: float) -> None:
     assert named(name).parameters == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def test_an_encoder_learns_what_is_masked_and_looks_both_ways() -> None:
+    model = build(named("roberta-base"), layers=1)
+    assert type(model).__name__ == "RobertaForMaskedLM" and not model.config.is_decoder
 
 
 def test_every_preset_says_where_its_numbers_come_from() -> None:

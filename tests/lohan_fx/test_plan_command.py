@@ -260,6 +260,12 @@ def test_what_does_not_fit_says_what_would(model: str, option: str, capsys: pyte
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
+@pytest.mark.parametrize(("name", "helps"), [("gpt2", True), ("roberta-base", False)])
+def test_a_lean_loss_is_proposed_where_there_is_one(name: str, helps: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(name, "--device-memory", "1MiB", "--no-simulation") == 2
+    assert ("--lean-loss" in capsys.readouterr().out) is helps
+
+
 def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--vary", "device_memory=50KiB,100KiB", "--no-simulation") == 2
     assert "none of them fits" in capsys.readouterr().out
