@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,12 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def events(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("paper_events")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("paper_tables")
 
 
 CLAIMS = {"A": {"values": {"s": 3.0}}, "B": {"values": {"deep": {"s": 4.0}}}}
@@ -96,3 +103,21 @@ def test_lsp_step_is_its_compute_where_nothing_else_binds(events: ModuleType) ->
     layer = events.LspLayer(forward=1.0, backward=2.0, down=0.1, update=0.1, up=0.1)
     ends = events.play(events.lsp_tasks(layer, 8, 4, 3))
     assert ends["backward2.0"] - ends["backward1.0"] == pytest.approx(8 * 3.0 + 0.3)
+
+
+def row(claim: str, *errors: float | None, yes_or_no: bool = False) -> dict[str, Any]:
+    numbers = [{"error": error, "yes_or_no": yes_or_no} for error in errors]
+    return {"claim": claim, "within_10_percent": all(e is not None and e <= 0.1 for e in errors), "numbers": numbers}
+
+
+def test_every_bar_can_be_missed(tables: ModuleType) -> None:
+    met = [row("F-ME-01", 0.05, 0.0), row("A", 0.0, yes_or_no=True), *(row(f"B{n}", 0.1) for n in range(2))]
+    assert tables.missed_bars(tables.summary(met), 5) == []  # of the fifth there is no row
+    for more, missed in (
+        (row("F-ME-03", 0.051), "2 of 3 numbers of throughput are within 5 %: expected all"),
+        (row("C", 0.0, None, yes_or_no=True), "1 of 3 yes or no are wrong (C): expected none"),
+        (row("D", 0.11), "66.7% of the claims are within 10 %: expected 80%"),
+    ):
+        figures = tables.summary([*met, more])
+        assert missed in tables.missed_bars(figures, 6)
+        assert tables.missed_bars(figures, None) == [bar for bar in [missed] if "of the claims" not in bar]
