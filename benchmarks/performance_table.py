@@ -81,6 +81,14 @@ def _compile_time(found: Figures) -> str:
     )
 
 
+def _plan_time(found: Figures) -> str:
+    depths = ", ".join(f"{depth['layers']} layers {depth['wall_s']:.1f} s" for depth in found["depths"])
+    return (
+        f"{found['wall_s']:.1f} s, {found['processor_s']:.1f} s of the processor, {found['peak_rss_bytes'] / 1e9:.2f} GB; "
+        f"by depth, as wide: {depths}"
+    )
+
+
 def _peers(found: Figures) -> str:
     return "; ".join(_peer_case(case) for case in found["cases"])
 
@@ -165,6 +173,7 @@ ROWS = (
         missed=bars.segments,
     ),
     Row("compile_time", "Capture and passes over `aot_eager`'s compile time", "<= 1.5", _compile_time),
+    Row("plan_time", "175B planned on 2 cores", "< 180 s and 8 GB; 8x the layers <= 4x the seconds", _plan_time),
     Row("peers", "Tokens per second over the peers'", "see benchmarks/README.md", _peers),
     Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),
     Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", _clipping),
