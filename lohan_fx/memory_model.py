@@ -93,10 +93,8 @@ def _enough(problem: Problem, plan: Plan, over: Mapping[str, int]) -> dict[str, 
 
 def _more_staging(problem: Problem, promise_bytes: int) -> int:
     """Host memory that staging takes more than now of a promise of so many bytes."""
-    shared = problem.budgets.shared
-    return staging_bytes(problem.windows_for(promise_bytes), shared=shared) - staging_bytes(
-        problem.windows, shared=shared
-    )
+    windows, shared = problem.windows_for(promise_bytes), problem.budgets.shared
+    return staging_bytes(windows, shared=shared) - staging_bytes(problem.windows, shared=shared)
 
 
 def _more_ahead(problem: Problem, plan: Plan, promise_bytes: int) -> int:

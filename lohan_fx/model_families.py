@@ -117,10 +117,9 @@ def _outside_blocks(dims: ModelDims) -> int:
             return (dims.vocab + dims.positions + 2) * h + 2 * h  # OPT's positions start at 2
         case Family.GPT_NEOX:
             return 2 * dims.vocab * h + 2 * h
-        case (
-            Family.ROBERTA
-        ):  # as OPT's positions; one token type; the head has a layer of its own, and a bias per token
-            return (dims.vocab + dims.positions + 2 + 1) * h + 2 * h + h * h + h + 2 * h + dims.vocab
+        case Family.ROBERTA:
+            embeddings = (dims.vocab + dims.positions + 2 + 1) * h + 2 * h  # positions start at 2; one token type
+            return embeddings + h * h + h + 2 * h + dims.vocab  # the head has a layer and a norm, and a bias per token
         case Family.DIT:
             cells = dims.patch**2 * dims.channels
             embeddings = cells * h + h + 256 * h + h + h * h + h + (dims.classes + 1) * h
@@ -185,11 +184,8 @@ def _config(dims: ModelDims, dropout: float) -> Any:
             sizes |= {"max_position_embeddings": dims.positions}
             sizes |= {"ffn_dim": dims.ffn, "word_embed_proj_dim": dims.hidden, "dropout": dropout}
         case Family.ROBERTA:  # its positions start at 2
-            sizes |= {
-                "intermediate_size": dims.ffn,
-                "max_position_embeddings": dims.positions + 2,
-                "type_vocab_size": 1,
-            }
+            sizes |= {"max_position_embeddings": dims.positions + 2, "type_vocab_size": 1}
+            sizes |= {"intermediate_size": dims.ffn}
             sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
         case _:
             sizes |= {"max_position_embeddings": dims.positions}
