@@ -38,7 +38,8 @@ def config(layers: int) -> dict[str, Any]:
     """``MODEL`` with so many layers, as Hugging Face has it."""
     dims = named(MODEL)
     sizes = {"n_embd": dims.hidden, "n_head": dims.heads, "vocab_size": dims.vocab, "n_positions": dims.positions}
-    return {"model_type": dims.family.value, "n_layer": layers, **sizes}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return {"model_type": dims.family.value, "n_layer": layers, "n_inner": dims.ffn, **sizes, **dropout}
 
 
 def planned(model: str) -> list[str]:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoConfig
 
-from lohan_fx.model_families import model_from_config
+from lohan_fx.model_families import build, model_from_config
 from lohan_fx.model_presets import named
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -39,8 +39,7 @@ def test_what_a_command_takes_is_its_own(plan_time: ModuleType) -> None:
 def test_the_models_of_other_depths_are_the_preset_otherwise(plan_time: ModuleType) -> None:
     config = plan_time.config(2)
     model = model_from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    dims = named(plan_time.MODEL)
-    assert sum(p.numel() for p in model.parameters()) == dims.parameters - (dims.layers - 2) * dims.block_parameters
+    assert model.config.to_dict() == build(named(plan_time.MODEL), layers=2).config.to_dict()
 
 
 def test_medians_of_seconds_and_the_most_of_memory_count(plan_time: ModuleType) -> None:
