@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lohan_fx.memory_model import check, missing
-from lohan_fx.passes.search import useful
-from lohan_fx.plan import Decision, Keep, Plan
+from lohan_fx.passes.search import read, useful
+from lohan_fx.plan import Decision, Keep, Plan, Recompute
 from lohan_fx.plan_builder import saving
 from lohan_fx.policies.layout import Layout
 from lohan_fx.problem import Problem
@@ -23,14 +23,15 @@ def all_kept(problem: Problem) -> dict[str, Decision]:
 def evict(
     problem: Problem, layout: Layout, start: Mapping[str, Decision], order: Iterable[tuple[str, Decision]]
 ) -> Plan:
-    """``start``, changed in ``order`` as far as the device's memory demands.
+    """``start``, changed in ``order`` as far as the device's memory demands; where that recomputes something, with what must be
+    saved for it, which is read by nothing else.
 
     Raises ``InfeasiblePlan`` where all of it does not suffice.
     """
     decisions, waiting = dict(start), list(order)
     least = max(1, len(waiting) // ROUNDS)
     while True:
-        plan = layout.plan(problem, decisions)
+        plan = layout.plan(problem, decisions | _begun_from(problem, decisions))
         peak = problem.device_peak(plan)
         over = missing(problem, plan, peak)
         if not over or not waiting:
@@ -42,3 +43,10 @@ def evict(
             decisions[name] = decision
             freed += problem.activations.activations[name].bytes
             count += 1
+
+
+def _begun_from(problem: Problem, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Keep what recomputation by ``decisions`` begins with, where they drop it: that must be saved."""
+    mandatory = problem.activations.mandatory
+    saved = {name for name, decision in decisions.items() if not isinstance(decision, Recompute)}
+    return dict.fromkeys((read(problem.activations, saved | mandatory) & mandatory) - saved, Keep())

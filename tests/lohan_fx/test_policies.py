@@ -280,6 +280,25 @@ def test_capuchin_swaps_what_the_link_hides_and_recomputes_what_is_cheaper_than_
     assert all(not name.startswith("dear") for name in again)
 
 
+@pytest.mark.parametrize("policy", ["capuchin", "lohan-cap"])
+def test_what_recomputation_begins_with_is_saved_once_something_is_recomputed(policy: str) -> None:
+    """As a dropout's output, which the backward does not read: drawn again it would be another."""
+    graph = chain()
+    masked = replace(
+        graph, needed=graph.needed - {"dear1"}, mandatory=graph.mandatory | {"dear1"},
+        activations={n: replace(a, bytes=30 * MIB) if n == "cheap1" else a for n, a in graph.activations.items()},
+    )  # fmt: skip
+    rate = 8 * MIB / 10.0
+    slow = replace(PAPER.hw, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
+    roomy = make_plan(problem(masked, policy), slow)
+    assert by_decision(roomy, Recompute()) == ["dear1"], "nothing reads it"
+    device = PEAK + device_bytes(roomy) - 10 * MIB
+    plan = make_plan(problem(masked, policy, device=device, forward_s=0.05), slow)
+    assert "cheap1" in by_decision(plan, Recompute())
+    assert "dear1" in by_decision(plan, Keep())
+    assert PEAK + device_bytes(plan) <= device
+
+
 def test_vdnn_sends_the_inputs_of_matmuls_whether_or_not_memory_demands_it() -> None:
     graph = chain()
     plan = make_plan(problem(graph, "vdnn"), PAPER.hw)
