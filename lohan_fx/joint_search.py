@@ -113,9 +113,10 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
     walk_s = min((step_seconds(problem, hw, plan) for plan in candidates), default=math.inf)
     if exact is not None:
         candidates += [plan for plan in plans_of(joint, exact) if _fits(joint, plan)]
-    if not candidates:
-        return None
     priced = [(step_seconds(problem, hw, plan), joint.traffic_s(plan), plan) for plan in candidates]
+    priced = [found for found in priced if found[0] < math.inf]  # without a drive, what only fits there never arrives
+    if not priced:
+        return None
     fastest = min(time for time, _, _ in priced) * (1 + EQUAL)
     # Of equals the one that moves least; then the walk's before the optimum's, places in order before places by size.
     seconds, _, plan = min((found for found in priced if found[0] <= fastest), key=lambda found: found[1])

@@ -1,8 +1,12 @@
-"""solver: scipy's ``milp``, without the debug line that its HiGHS prints on standard output whatever it is told.
+"""solver: scipy's ``milp``, without the debug line that its HiGHS prints on standard output whatever it is told, and once
+more where HiGHS fails.
 
 HiGHS 1.12, of scipy 1.17, prints it now and then with all output switched off (its issue 2783); among the lines of
 ``lohan-fx plan --json`` nobody could read those any more. It comes from C, beneath ``sys.stdout``. So while HiGHS
 runs, what is written to the file descriptor goes to a file, and on to where it was meant for afterwards, that line left out.
+
+Its presolve ends some problems with an error, of five whole numbers too, that it solves without; an error says nothing of
+a problem, and must not pass for "nothing fits".
 """
 
 from __future__ import annotations
@@ -18,14 +22,19 @@ from typing import Any
 from scipy import optimize
 
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n"
+FAILED = 4
+"""Status of a result: none of solved, out of time, infeasible and unbounded."""
 _STDOUT = 1
 _one_at_a_time = threading.Lock()
 
 
 def milp(*args: Any, **options: Any) -> optimize.OptimizeResult:
-    """``scipy.optimize.milp`` of the same arguments."""
+    """``scipy.optimize.milp`` of the same arguments; without presolve where that fails with it."""
     with _one_at_a_time, _without_noise():
-        return optimize.milp(*args, **options)
+        result = optimize.milp(*args, **options)
+        if result.status != FAILED:
+            return result
+        return optimize.milp(*args, **{**options, "options": {**(options.get("options") or {}), "presolve": False}})
 
 
 @contextmanager

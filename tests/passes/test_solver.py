@@ -9,20 +9,23 @@ import sys
 
 import numpy as np
 import pytest
+from scipy.optimize import OptimizeResult
 
 from lohan_fx.passes import solver
 
 
 def test_its_debug_line_is_left_out(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(*args: object, **options: object) -> str:
+    solved = OptimizeResult(status=0)
+
+    def noisy(*args: object, **options: object) -> OptimizeResult:
         assert (args, options) == ((1,), {"two": 2})
         ctypes.CDLL(None).printf(solver.NOISE)  # stays in C's buffer, as that of HiGHS may
         os.write(1, b"another thread's\n")
-        return "solved"
+        return solved
 
     monkeypatch.setattr(solver.optimize, "milp", noisy)
     print("before", flush=True)
-    assert solver.milp(1, two=2) == "solved"
+    assert solver.milp(1, two=2) is solved
     print("after", flush=True)
     assert capfd.readouterr().out == "before\nanother thread's\nafter\n"
 
@@ -51,3 +54,18 @@ def test_it_solves_where_standard_output_is_closed() -> None:
 def test_it_is_scipys() -> None:
     result = solver.milp(np.array([-1.0]), integrality=np.array([1]), bounds=(0, 2.5))
     assert result.x.tolist() == [2.0]
+
+
+def test_what_presolve_fails_at_is_solved_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def failing(*args: object, **options: object) -> OptimizeResult:
+        asked.append((args, options))
+        return OptimizeResult(status=solver.FAILED if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(solver.optimize, "milp", failing)
+    assert solver.milp(1, options={"time_limit": 3.0}).status == 0
+    assert asked == [
+        ((1,), {"options": {"time_limit": 3.0}}),
+        ((1,), {"options": {"time_limit": 3.0, "presolve": False}}),
+    ]
