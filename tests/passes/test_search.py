@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
@@ -23,7 +23,16 @@ from lohan_fx.passes.search import (
     seconds_per_byte,
 )
 from tests.passes.graphs import reachable
-from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
+from tests.passes.paper_transformer import (
+    BLOCKS,
+    MATMULS,
+    PATH,
+    READ_BY_BACKWARD,
+    RESIDUAL,
+    SIZES,
+    Transformer,
+    machine,
+)
 from tests.passes.small_graphs import activation_graphs
 
 StepSeconds = Callable[[int, float], float]
@@ -151,6 +160,103 @@ def test_smaller_batches_are_bound_by_the_drives_and_save_only_what_must_be() ->
     for batch in (32, 36, 48, 60):
         model = Transformer(batch, machine())
         assert search(model.graph, model.step_s).saved > model.graph.mandatory
+
+
+# Invented blocks: any widths of the feed-forward part, rates of single matmuls and of memory, and prices.
+LAYERS = tuple(SIZES)
+REPEATED = 16
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block as captured, by layer: units of bytes, and seconds."""
+
+    sizes: dict[str, int]
+    seconds: dict[str, float]
+
+    def graph(self, count: int) -> ActivationGraph:
+        """So many of them in a row."""
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from(f"{layer}.{number}" for number in range(count) for layer in LAYERS)
+        for number, (source, user) in itertools.product(range(count), RESIDUAL + PATH):
+            before = f"out.{number - 1}" if source == "in" else f"{source}.{number}"
+            graph.add_edges_from([(before, f"{user}.{number}")] if before in graph else [])
+        layer_of = {name: name.partition(".")[0] for name in graph}
+        return ActivationGraph(
+            graph,
+            {name: int(MATMULS.get(layer, 0)) for name, layer in layer_of.items()},
+            {name: self.seconds[layer] for name, layer in layer_of.items()},
+            {name: Activation(name, layer, name, "", "Block", self.sizes[layer]) for name, layer in layer_of.items()},
+            frozenset(name for name, layer in layer_of.items() if layer in READ_BY_BACKWARD),
+            frozenset(name for name, layer in layer_of.items() if layer == "out"),
+        )
+
+    def patterns(self) -> list[tuple[int, float]]:
+        """(bytes saved, seconds of recomputation) of every way to save some of a block's layers."""
+        found = self.graph(1)
+        free = sorted(set(found.activations) - found.mandatory)
+        sets = itertools.chain.from_iterable(itertools.combinations(free, n) for n in range(len(free) + 1))
+        saved = [found.mandatory | set(extra) for extra in sets]
+        return [
+            (
+                sum(found.activations[name].bytes for name in names),
+                sum(found.seconds[name] for name in closure(found, names)),
+            )
+            for names in saved
+        ]
+
+
+@st.composite
+def invented_blocks(draw: st.DrawFn) -> Block:
+    wide = draw(st.integers(2, 8))
+    sizes = {**SIZES, "qkv": draw(st.sampled_from([2, 3])), "fc1": wide, "gelu": wide}
+    work = {"qkv": 2 * sizes["qkv"], "proj": 2, "fc1": 2 * wide, "fc2": 2 * wide, "attention": draw(st.integers(1, 4))}
+    pointwise_s = draw(st.sampled_from([0.0, 0.02, 0.2]))
+    rate = st.sampled_from([0.7, 1.0, 1.4])
+    seconds = {layer: work[layer] / draw(rate) if layer in work else pointwise_s * sizes[layer] for layer in LAYERS}
+    return Block(sizes, seconds)
+
+
+def best_mix_s(block: Block, step_s: StepSeconds) -> float:
+    """The fastest step in which every block saves one of two sets of layers, by trying all. Of sets, those that no other is
+    better than in both bytes and seconds."""
+    best: list[tuple[int, float]] = []
+    for nbytes, seconds in sorted(set(block.patterns())):
+        if not best or seconds < best[-1][1]:
+            best.append((nbytes, seconds))
+    return min(
+        step_s(n * one[0] + (REPEATED - n) * other[0], n * one[1] + (REPEATED - n) * other[1])
+        for one, other in itertools.combinations_with_replacement(best, 2)
+        for n in range(REPEATED + 1)
+    )
+
+
+@given(
+    invented_blocks(),
+    st.sampled_from([0.02, 0.5, 2.0]),
+    st.sampled_from([0.0, 0.5, 2.0, 4.0]),
+    st.integers(0, REPEATED * 4),
+    st.integers(0, REPEATED * 20),
+)
+@settings(max_examples=60)
+def test_invented_blocks_are_within_one_percent_of_the_best_mix(
+    block: Block, per_unit_s: float, states: float, kept: int, swapped: int
+) -> None:
+    """Of the units saved, ``kept`` stay, the others are swapped at ``per_unit_s``, no more than ``swapped``. The backward
+    brings in states for ``states`` times what the forward computes."""
+    forward_s = REPEATED * sum(block.seconds.values())
+
+    def step_s(saved_bytes: int, recompute_s: float) -> float:
+        away = max(0, saved_bytes - kept)
+        if away > swapped:
+            return math.inf
+        return max(forward_s, away * per_unit_s) + max(
+            2 * forward_s + recompute_s, states * forward_s + away * per_unit_s
+        )
+
+    found, best_s = search(block.graph(REPEATED), step_s), best_mix_s(block, step_s)
+    assert math.isfinite(found.step_s) == math.isfinite(best_s)
+    assert math.isinf(best_s) or found.step_s <= 1.01 * best_s
 
 
 # --- how the walk ends ----------------------------------------------------------------------------------------
