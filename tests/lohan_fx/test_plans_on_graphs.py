@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from lohan_fx import problem
 from lohan_fx.budgets import choose_windows, fixed_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
@@ -15,10 +20,14 @@ from lohan_fx.meta_capture import MetaCapture, meta_capture
 from lohan_fx.model_families import build
 from lohan_fx.model_presets import named
 from lohan_fx.pipeline import plan_training
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Tier, Windows
+from lohan_fx.policies import POLICIES
 from lohan_fx.problem import Budgets
 from lohan_fx.request import Request
 from lohan_fx.simulator import Simulation, simulate
+from tests.lohan_fx.simulated import PAGE, drive, machine, windows
+from tests.lohan_fx.test_pipeline import facts
+from tests.passes.graphs import captured
 
 MIB = 1 << 20
 GPU = HardwareProfile.preset("rtx4090-3xP5510")
@@ -83,3 +92,112 @@ def test_more_memory_is_no_slower_on_real_graphs(
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(InfeasiblePlan, match="would fit"):
         planned(GPU, 600 * MIB, 200 * MIB)
+
+
+# --- invented budgets -----------------------------------------------------------------------------------------
+
+rates = st.sampled_from([1e4, 1e6, 1e9])
+pages = st.integers(0, 4).map(lambda count: count * PAGE)
+shares = st.floats(0.5, 1.5)
+MACHINES = st.builds(
+    lambda device, link, disk, ops: machine(
+        device=device,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        nvme=(drive(disk, disk / 2),),
+        matmul_flops_per_s={"float32": ops},
+        memory_bytes_per_s=ops,
+        adam_parameters_per_s=ops,
+    ),
+    st.sampled_from(["cpu", "cuda"]),
+    rates,
+    rates,
+    rates,
+)
+WINDOWS = st.builds(
+    lambda fetch, back, gradient, out, buffers: windows(
+        fetch_bytes=fetch,
+        swap_in_bytes=back,
+        gradient_bytes=gradient,
+        swap_out_bytes=out,
+        io_buffers=buffers,
+        optimizer_buffers=buffers,
+    ),
+    pages,
+    pages,
+    pages,
+    pages,
+    st.sampled_from([1, 2, 4]),
+)
+
+
+@contextmanager
+def little_is_small() -> Iterator[None]:
+    """All of these models is small enough to stay where it is whatever the plan; here only norms and biases are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 128)
+        patch.setattr(problem, "SMALL_ACTIVATION_BYTES", 256)
+        yield
+
+
+def asked(name: str, hw: HardwareProfile, policy: str, sizes: Windows, host: int, device: int, holds: bool) -> Request:
+    """``host`` and ``device``: bytes beside what is spent whatever the plan."""
+    shared, parameters = hw.device == "cpu", facts(captured(name))
+    fixed = fixed_bytes(sizes, len(parameters), shared=shared)
+    return Request(
+        hw=hw,
+        policy=policy,
+        compute_dtype="float32",
+        matmul_rate=hw.matmul_rate(torch.float32),
+        parameters=parameters,
+        budgets=Budgets(fixed + host, fixed + host if shared else device, fixed, shared),
+        windows=sizes,
+        plan=None,
+        holds=holds,
+    )
+
+
+@functools.cache
+def everything_bytes(name: str, device: str) -> dict[Tier, int]:
+    """What a plan takes that keeps all in memory, beside what is spent whatever the plan."""
+    request = asked(name, machine(device=device), "in-memory", windows(), 1 << 40, 1 << 40, False)
+    found = captured(name)
+    plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)[1]
+    assert plan.prediction is not None
+    peaks = plan.prediction.peak_bytes
+    return {Tier.HOST: peaks["host"] - request.budgets.fixed_bytes, Tier.DEVICE: peaks["device"]}
+
+
+@given(
+    st.sampled_from(["two-layers", "transformer", "dropout", "tied", "branches"]),
+    st.sampled_from(POLICIES),
+    MACHINES,
+    WINDOWS,
+    shares,
+    shares,
+    st.booleans(),
+)
+@settings(max_examples=40)
+def test_no_plan_of_any_policy_exceeds_any_budget_in_the_simulator(
+    name: str,
+    policy: str,
+    hw: HardwareProfile,
+    sizes: Windows,
+    host_share: float,
+    device_share: float,
+    holds: bool,
+) -> None:
+    """Budgets are shares of what keeping everything takes. Nor is more in use than predicted."""
+    most = everything_bytes(name, hw.device)
+    host, device = int(host_share * most[Tier.HOST]), int(device_share * most[Tier.DEVICE])
+    request, found = asked(name, hw, policy, sizes, host, device, holds), captured(name)
+    halves, plan = None, None
+    with little_is_small(), suppress(InfeasiblePlan):
+        halves, plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)
+    assume(plan is not None)
+    assert halves is not None and plan is not None and plan.prediction is not None
+    assert plan.host_memory_bytes == request.budgets.host_memory_bytes
+    assert plan.device_memory_bytes == request.budgets.device_memory_bytes
+    step = simulate(halves, plan, hw)
+    for tier, budget in (("device", plan.device_memory_bytes), ("host", plan.host_memory_bytes)):
+        assert step.peak_bytes[tier] <= plan.prediction.peak_bytes[tier] <= budget
