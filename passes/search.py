@@ -90,19 +90,21 @@ Benefit = Callable[[Unit], float]
 
 
 def seconds_per_byte(unit: Unit) -> float:
-    """What recomputing costs, per byte saved: as LoHan's for matmuls; pointwise ops, which LoHan counts as free, get
-    their memory time."""
+    """What recomputing costs, per byte saved: what the joint search goes by, and ``lohan-cpuact``, which is to differ from it
+    in where activations go and in nothing else. It is LoHan's order where all matmuls have one rate. On a machine each
+    has its own, and pointwise ops, which LoHan counts as free, take their memory time: seconds are what saving spares."""
     return unit.seconds / max(unit.bytes, 1)
 
 
 def flops_per_byte(unit: Unit) -> float:
-    """LoHan's offloading benefit OB_i = FLOP_i / A_i (mechanisms B4)."""
+    """LoHan's offloading benefit OB_i = FLOP_i / A_i (mechanisms B4), as printed. No policy goes by it, for the reason above:
+    tests hold the other orders against it, and ``literal_search``, which is the algorithm as printed, has it built in."""
     return unit.flops / max(unit.bytes, 1)
 
 
 def flops_per_swap_second(swap_s: Callable[[int], float]) -> Benefit:
     """Fuyou's SBF = FLOP / swap time (mechanisms B4), where ``swap_s(nbytes)`` is the time of one tensor's way out and
-    back. It differs from LoHan's only where that time is not proportional to the bytes."""
+    back: the order of the policy ``fuyou``. It differs from LoHan's only where that time is not proportional to the bytes."""
     return lambda unit: unit.flops / max(swap_s(unit.bytes), PRECISION)
 
 

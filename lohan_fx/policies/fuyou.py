@@ -1,10 +1,16 @@
 """fuyou: swap what saves most recomputation per second of transfer, as long as the backward stays bound by compute.
 
-Fuyou 4.4 and Eq. 1-12 (mechanisms B6): D_start is one checkpoint per block. Where the backward and its optimizer are not
-bound by compute there is nothing to gain. Otherwise layers join D_f by SBF, FLOP per second of transfer, up to
-D_start + T_max * the slowest link, and the D_f of the least T_iter is taken. All of D_f goes to the drives, as in its cost
-model. What a layer spares is its exact closure, not its own FLOPs alone. Everything is decided before the first step;
-the paper grows D_f by one step per iteration.
+Done as in Fuyou: D_start is one checkpoint per block (mechanisms B6). Where the backward and its optimizer are not bound by
+compute there is nothing to gain. Otherwise layers join D_f by SBF, FLOP per second of transfer (Eq. 12), up to D_start +
+T_max * the slowest link (Eq. 9 to 11), and the D_f of the least T_iter is taken. All of D_f goes to the drives, as in its cost
+model. On a GPU the FIFO has what the peak leaves of its memory, and is refilled in the order of use (sec. 4.4, mechanisms B5).
+
+Otherwise than in Fuyou: what a layer spares is its exact closure, not its own FLOPs alone. Everything is decided before
+the first step; the paper grows D_f by one step per iteration ("adaptively iterates") and looks for room in main memory as it
+goes. The FIFO is two windows, for parameters and for activations, and gradients have theirs beside it; the CPU's queue is the
+staging that every plan has, not the GPU's times a ratio of bandwidths. Write-back is not delayed (mechanisms B3): the states of
+a group are written once they are updated, behind the reads of the next ones, as LoHan does; Fuyou waits for the next
+group's update. Adam runs in a thread, not in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +20,15 @@ import dataclasses
 from lohan_fx import cost
 from lohan_fx.cost_models import fuyou
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.memory_model import check
 from lohan_fx.meta import Lane
-from lohan_fx.passes.search import RecomputeClosure
+from lohan_fx.passes.search import RecomputeClosure, flops_per_swap_second, units
 from lohan_fx.plan import Decision, Keep, Plan, Tier
 from lohan_fx.plan_builder import saving
 from lohan_fx.policies.estimate import work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
+from lohan_fx.policies.traits import round_trip_s
+from lohan_fx.prefetch import with_prefetch
 from lohan_fx.problem import Problem
 
 ACTIVATIONS = "between blocks and by benefit swapped to NVMe, the rest recomputed"
@@ -29,7 +38,10 @@ def by_transfer_benefit(layout: Layout, problem: Problem, hw: HardwareProfile) -
     """Fuyou's decision."""
     start = work(problem, layout.plan(problem, between_blocks(problem, Tier.NVME)))
     saved = problem.activations.mandatory | set(_joining(problem, hw, start))
-    return layout.fitting(problem, _swapped(problem, saved))
+    plan = layout.plan(problem, _swapped(problem, saved))
+    peak = problem.device_peak(plan)
+    check(problem, plan, peak)
+    return with_prefetch(problem, plan, peak)
 
 
 def _joining(problem: Problem, hw: HardwareProfile, start: cost.Work) -> list[str]:
@@ -43,22 +55,16 @@ def _joining(problem: Problem, hw: HardwareProfile, start: cost.Work) -> list[st
     most = slack_s * min(rates)
     found = problem.activations
     exact = RecomputeClosure(found, found.mandatory)
-    candidates = [
-        activation
-        for name, activation in found.activations.items()
-        if name in exact.recomputed
-        and activation.bytes >= problem.small_activation_bytes
-        and found.flops[activation.producer]
-    ]
-    candidates.sort(key=lambda a: found.flops[a.producer] / a.bytes, reverse=True)
+    candidates = [u for u in units(found, exact.recomputed) if u.bytes >= problem.small_activation_bytes and u.flops]
+    candidates.sort(key=flops_per_swap_second(lambda nbytes: round_trip_s(nbytes, Tier.NVME, hw)), reverse=True)
     best_s, best, joined, added, saved_s = cost.step_seconds(start, hw), 0, list[str](), 0, 0.0
-    for activation in candidates:
-        if added + activation.bytes > most:
+    for unit in candidates:
+        if added + unit.bytes > most:
             break
-        saved_s += sum(found.seconds[name] for name in exact.freed_by([activation.name]))
-        exact.save([activation.name])
-        added += activation.bytes
-        joined.append(activation.name)
+        saved_s += sum(found.seconds[name] for name in exact.freed_by(unit.names))
+        exact.save(unit.names)
+        added += unit.bytes
+        joined += unit.names
         time_s = cost.step_seconds(_grown(start, added, saved_s), hw)
         if time_s < best_s:
             best_s, best = time_s, len(joined)

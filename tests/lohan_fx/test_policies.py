@@ -386,6 +386,40 @@ def test_fuyou_grows_what_it_swaps_while_the_backward_is_bound_by_compute() -> N
     assert paper("fuyou-no-overlap").activations == plan.activations
 
 
+def test_results_of_one_op_join_fuyous_swaps_together() -> None:
+    """Half of an op's results would not spare it: ``pair`` has most FLOPs per byte of ``small``, and fewer than ``single`` per
+    byte of both. There is room in the slack for ``single`` and ``small``, not for all three."""
+    size = {"small": 10**10, "large": 8 * 10**10, "single": 10**10}
+    graph: nx.DiGraph = nx.DiGraph([("pair", "small"), ("pair", "large"), ("large", "single")])
+    seconds = {"pair": 1.0, "small": 0.0, "large": 0.0, "single": 0.5}
+    found = ActivationGraph(
+        graph,
+        {"pair": 100, "small": 0, "large": 0, "single": 50},
+        seconds,
+        {name: Activation(name, name, name if name == "single" else "pair", "", "", n) for name, n in size.items()},
+        frozenset(size),
+        frozenset(),
+    )
+    plan = make_plan(problem(found, "fuyou"), PAPER.hw)
+    assert by_decision(plan, Swap(N), Keep()) == ["single"]
+
+
+@pytest.mark.parametrize("policy", ["fuyou", "fuyou-no-overlap"])
+def test_fuyous_queue_has_what_the_peak_leaves_of_the_gpu(policy: str) -> None:
+    device = PEAK + resident(policy) + 10 * MIB
+    plan = make_plan(problem(chain(), policy, device=device), PAPER.hw)
+    room = device - PEAK - device_bytes(plan)
+    windows = plan.windows
+    assert min(windows.fetch_bytes, windows.swap_in_bytes) > 0
+    assert room - 2 <= windows.fetch_bytes + windows.swap_in_bytes <= room
+    roomy = make_plan(problem(chain(), policy), PAPER.hw)
+    fetched = sum(p.bytes for p in roomy.parameters if p.home is N)
+    swapped = sum(a.bytes for a in roomy.activations if a.decision == Swap(N))
+    assert (roomy.windows.fetch_bytes, roomy.windows.swap_in_bytes) == (fetched, swapped)
+    cpu = make_plan(problem(chain(), policy, shared=True), replace(PAPER.hw, device="cpu"))
+    assert (cpu.windows.fetch_bytes, cpu.windows.swap_in_bytes) == (0, 0)
+
+
 def test_systems_differ_where_the_papers_do() -> None:
     """On the papers' 13B transformer on a 24 GiB device, no two of these save the same in the same places."""
     names = ["zero-infinity", "gemini", "stronghold", "fuyou", "lohan-g10", "lohan-cm", "lohan-cap", "lohan-cpuact"]
