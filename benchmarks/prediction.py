@@ -1,14 +1,17 @@
 """Predicted against measured: step seconds, bytes per tier and peak RSS, by the planner's formula and by the simulator.
 
-    python benchmarks/prediction.py [--rounds 1 --passes 3 --steps 4] [--cases 0,3,5] [--save]
+    python benchmarks/prediction.py [--rounds 1 --passes 4 --steps 4] [--cases 0,3,5] [--save]
 
-Each case is a process of its own: it compiles, predicts, and only then trains. Rounds alternate over all cases. On a
-machine whose rates drift by a third within minutes, what is judged is the prediction from known rates: a process does it in
-passes, in each of which it measures the machine and the ops of its graphs anew (unless ``--hw`` names a profile), predicts
-what the same plan will take, and then trains. Medians over all passes count, without the steps that warm up. How
-much slower or faster the same few ops were after the steps than before is shown beside each error ("drift") and changes
-none, and so is the share of the processor that the hypervisor gave to others during the steps ("stolen"). Bars: step time
-within 10% in at least 10 of 12 cases and none beyond 20%; bytes exact; peak RSS within 5%.
+Each case is a process of its own: it compiles, predicts, and only then trains. On a machine whose rates drift by a third
+within minutes, what is judged is the prediction from known rates: a process does it in passes, in each of which it measures
+the machine and the ops of its graphs anew (unless ``--hw`` names a profile), predicts what the same plan will take, and then
+trains. So one round is the default, and the cases come one after the other: a prediction and its steps are seconds apart
+anyway, and a second process of a case costs another capture. ``--rounds`` takes turns over all cases for that price, which
+spreads each over the hour. Medians over all passes count, without the steps that warm up. How much slower or faster the same
+few ops were after the steps than before is shown beside each error ("drift") and changes none, and so is the share of the
+processor that the hypervisor gave to others during the steps ("stolen").
+
+Bars: step time within 10% in at least 10 of 12 cases and none beyond 20%; bytes exact; peak RSS within 5%.
 """
 
 from __future__ import annotations
