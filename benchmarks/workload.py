@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 import lohan_fx
 from lohan_fx.compile import compiled
+from lohan_fx.dit import DiT, example_inputs
 from lohan_fx.self_check import typical
 
 SIZES = {
@@ -32,6 +34,8 @@ SIZES = {
 }
 GPT2_SIZES = {"gpt2": (12, 768, 12, 50257)}
 """Layers, hidden, heads, vocabulary of GPT-2 models, without dropout."""
+DIT_SIZES = {"dit-77m": (16, 512, 8)}
+"""Depth, width, heads of diffusion transformers, of a thousand classes. Their tokens are the patches of a square."""
 
 BFLOAT16 = "bfloat16"
 LR = 1e-4
@@ -39,8 +43,8 @@ LR = 1e-4
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES``) at ``batch`` x ``seq`` random tokens, its weights and
-    activations in ``dtype``; of so many ``layers`` instead, if given (Llama)."""
+    """A Llama of ``SIZES[size]`` (or one of ``GPT2_SIZES`` or ``DIT_SIZES``) at ``batch`` x ``seq`` random tokens, its
+    weights and activations in ``dtype``; of so many ``layers`` instead, if given (Llama)."""
 
     size: str
     batch: int
@@ -72,6 +76,8 @@ class Workload:
         torch.set_default_dtype(getattr(torch, self.dtype))
         try:
             with no_init_weights():
+                if self.size in DIT_SIZES:
+                    return self._dit()
                 return self._gpt2() if self.size in GPT2_SIZES else self._llama()
         finally:
             torch.set_default_dtype(default)
@@ -105,7 +111,33 @@ class Workload:
         )
         return transformers.GPT2LMHeadModel(config)
 
+    def _dit(self) -> DiT:
+        depth, width, heads = DIT_SIZES[self.size]
+        return DiT(width=width, heads=heads, depth=depth, latent=self._latent)
+
+    @property
+    def _latent(self) -> int:
+        """Side of a DiT's latent, of which two by two make a token."""
+        side = math.isqrt(self.seq)
+        if side**2 != self.seq:
+            raise ValueError(f"a DiT over {self.seq} tokens: a square of patches has {side**2} or {(side + 1) ** 2}")
+        return 2 * side
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model is called with, the same for each call."""
+        if self.size not in DIT_SIZES:
+            tokens = self.tokens()
+            return {"input_ids": tokens, "labels": tokens}
+        generator = torch.Generator().manual_seed(1)
+        found = example_inputs(self.batch, self._latent)
+        for name, most in (("timesteps", 1000), ("labels", 1001)):
+            found[name].random_(most, generator=generator)
+        for name in ("latents", "noise"):
+            found[name].normal_(generator=generator)
+        return found
+
     def tokens(self) -> torch.Tensor:
+        """Of a language model."""
         generator = torch.Generator().manual_seed(1)
         vocabulary = GPT2_SIZES[self.size][3] if self.size in GPT2_SIZES else SIZES[self.size][5]
         return torch.randint(0, vocabulary, (self.batch, self.seq), generator=generator)
@@ -179,14 +211,14 @@ Step = Callable[[], float]
 
 def plain_step(workload: Workload, *, fused: bool = True, backend: str | None = None) -> Step:
     """Plain PyTorch, all in RAM: fp32 masters and ``torch.optim.AdamW``; eager, or compiled by ``backend``."""
-    model, tokens = workload.build(), workload.tokens()
+    model, inputs = workload.build(), workload.inputs()
     if backend is not None:
         model.compile(backend=backend)
     masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=fused)
 
     def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**inputs).loss
         loss.backward()
         for parameter, master in zip(model.parameters(), masters, strict=True):
             assert parameter.grad is not None
@@ -233,7 +265,7 @@ def streamed(
 ) -> Streamed:
     """The workload compiled by lohan_fx with ``options``, planned, not run yet. ``on_meta``: it never is in RAM whole.
     ``max_norm``: what the gradients' global norm is clipped to; None: it is not."""
-    model, tokens = workload.build_on_meta() if on_meta else workload.build(), workload.tokens()
+    model, inputs = workload.build_on_meta() if on_meta else workload.build(), workload.inputs()
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -241,13 +273,13 @@ def streamed(
         lohan_fx.compile(model, hw, nvme=[nvme], hold_gradients=None if max_norm is None else True, **options)
     optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
     try:
-        plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+        plan = lohan_fx.prepare(model, **inputs)
     except lohan_fx.InfeasiblePlan:
         lohan_fx.release(model)  # another plan may be tried in the same directory
         raise
 
     def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**inputs).loss
         loss.backward()
         if max_norm is not None:
             lohan_fx.clip_grad_norm_(model, max_norm)
