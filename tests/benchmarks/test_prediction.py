@@ -1,7 +1,8 @@
-"""What a prediction is held against, in a share of however many cases there are."""
+"""What a prediction is held against: bytes of every kind, and a share of however many cases there are."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from lohan_fx.cost import Work
+from tests.end_to_end.recipes import cpu_profile
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-EXACT = {"bytes": [8192.0, 4096.0], "predicted_bytes": [8192, 4096]}
+EXACT = {
+    "bytes": [8192.0, 4096.0],
+    "predicted_bytes": [8192, 4096],
+    "simulated_bytes": [8000, 4000],
+    "padding_bytes": [192, 96],
+    "link_bytes": [10.0, 20.0],
+    "predicted_link_bytes": [10, 20],
+    "simulated_link_bytes": [10, 20],
+}
 
 
 @pytest.fixture
@@ -31,8 +43,28 @@ def judged(prediction: ModuleType, **changes: Any) -> dict[str, Any]:
 
 def test_bytes_as_foretold_miss_nothing(prediction: ModuleType) -> None:
     case = judged(prediction)
-    assert case["bytes_exact"]
+    assert case["bytes_exact"] and case["bytes_differ"] == []
     assert prediction._missed([case]) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("predicted_bytes", "NVMe by formula"),
+        ("simulated_bytes", "NVMe by simulator"),
+        ("predicted_link_bytes", "copies by formula"),
+        ("simulated_link_bytes", "copies by simulator"),
+        ("bytes", "NVMe by formula, NVMe by simulator"),
+        ("link_bytes", "copies by formula, copies by simulator"),
+    ],
+)
+def test_one_byte_more_of_any_kind_is_missed_and_named(prediction: ModuleType, key: str, names: str) -> None:
+    first, second = EXACT[key]
+    for wrong in ([first + 1, second], [first, second + 1]):
+        case = judged(prediction, **{key: wrong})
+        assert not case["bytes_exact"]
+        assert prediction._missed([case]) == [f"{case['case']}: bytes differ: {names}"]
+        assert prediction._row(case)[1].endswith(f"bytes DIFFER: {names}")
 
 
 def test_five_of_six_cases_are_within_ten_per_cent_however_many_there_are(prediction: ModuleType) -> None:
@@ -41,6 +73,20 @@ def test_five_of_six_cases_are_within_ten_per_cent_however_many_there_are(predic
         assert prediction._missed([off] * most + [exact] * (count - most)) == []
         missed = prediction._missed([off] * (most + 1) + [exact] * (count - most - 1))
         assert missed == [f"step time within 10% in {count - most - 1} of {count} cases"]
+
+
+def test_a_cpu_copies_what_is_swapped_and_not_what_comes_from_a_drive(prediction: ModuleType) -> None:
+    none = dict.fromkeys((field.name for field in dataclasses.fields(Work) if field.default is dataclasses.MISSING), 0)
+    moved = {
+        "swapped_bytes": 100,
+        "swapped_nvme_bytes": 30,
+        "gradient_bytes": 1000,
+        "fetched_forward_bytes": 200,
+        "fetched_forward_nvme_bytes": 200,
+        "fetched_backward_bytes": 400,
+        "fetched_backward_nvme_bytes": 395,
+    }
+    assert prediction.link_bytes(Work(**{**none, **moved}), cpu_profile()) == [70 + 5, 100]
 
 
 def test_the_cases_have_a_diffusion_transformer_that_trains(

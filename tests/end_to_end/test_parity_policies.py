@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
 
 STEPS = 3
 PAGE_BYTES = 4096
+LANES = ("h2d", "d2h", "ssd", "cpu")
 RUNNABLE = [policy.name for policy in ALL if policy.runs and policy not in FORCED]
 
 DEVICE_SHARE = {
@@ -72,11 +73,14 @@ plain_once = functools.cache(plain)
 
 @dataclass(frozen=True)
 class Moved:
-    """A run, what its last step read from and wrote to NVMe, and the bytes that fill the pages of its swaps there."""
+    """A run, what its last step read from and wrote to NVMe in whole pages, and what each lane moved, as the runtime counts
+    and as simulated."""
 
     run: Run
     read_bytes: int
     written_bytes: int
+    lanes_bytes: dict[str, int]
+    simulated_bytes: dict[str, int]
 
 
 def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_memory: int | None = None) -> Moved:
@@ -85,12 +89,14 @@ def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_me
     with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=torch.float32, **options)):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
         losses = train(model, optimizer, case, STEPS - 1)
-        store = compiled(model).engine.store
-        before = store.bytes_read, store.bytes_written
+        store, timeline = compiled(model).engine.store, compiled(model).engine.timeline
+        before, totals = (store.bytes_read, store.bytes_written), timeline.snapshot()
         losses += train(model, optimizer, case, 1, seed=None)
         read, written = store.bytes_read - before[0], store.bytes_written - before[1]
+        moved, simulated = timeline.snapshot().since(totals).bytes, lohan_fx.simulate(model).bytes
         plan = compiled(model).plans[-1]
-    return Moved(Run(losses, weights_of(model), plan), read, written)
+    lanes = {lane: moved.get(lane, 0) for lane in LANES}
+    return Moved(Run(losses, weights_of(model), plan), read, written, lanes, {lane: simulated[lane] for lane in LANES})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,7 @@ def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
     assert plan is not None and plan.prediction is not None
     assert found.read_bytes == plan.prediction.nvme_read_bytes
     assert found.written_bytes == plan.prediction.nvme_write_bytes
+    assert found.lanes_bytes == found.simulated_bytes
     assert plan.policy == policy
     if policy in DOES:
         homes, ways = DOES[policy]
