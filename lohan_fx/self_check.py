@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lohan_fx.hardware import FrozenMapping, HardwareProfile, NvmeProfile, RequestRate
-from lohan_fx.plan import Prediction
+from lohan_fx.plan import Prediction, Stage
 from lohan_fx.runtime.timeline import LaneTotals, Timeline
 
 STAGES = ("forward", "backward", "optimizer")
@@ -104,7 +104,7 @@ def typical(steps: Sequence[StepCheck]) -> StepCheck:
 
 def foretold(predicted: Prediction) -> StepCheck:
     """``predicted`` in the form in which steps are measured."""
-    stages = _stages(predicted)
+    stages: dict[str, Stage] = {name: getattr(predicted, name) for name in STAGES}
     return StepCheck(
         {name: stage.lanes_s for name, stage in stages.items()}, {name: stage.seconds for name, stage in stages.items()}
     )
