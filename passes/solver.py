@@ -5,8 +5,8 @@ HiGHS 1.12, of scipy 1.17, prints it now and then with all output switched off (
 ``lohan-fx plan --json`` nobody could read those any more. It comes from C, beneath ``sys.stdout``. So while HiGHS
 runs, what is written to the file descriptor goes to a file, and on to where it was meant for afterwards, that line left out.
 
-Its presolve ends some problems with an error, of five whole numbers too, that it solves without; an error says nothing of
-a problem, and must not pass for "nothing fits".
+With presolve it ends some problems, small ones too, with an error, which it solves without. An error says nothing of a
+problem, and must not pass for "nothing fits".
 """
 
 from __future__ import annotations
