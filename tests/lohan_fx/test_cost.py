@@ -240,7 +240,10 @@ counts = st.integers(0, 1000)
 works = st.builds(Work, **{field.name: counts for field in fields(Work)})
 
 
-@given(works, st.sampled_from([field.name for field in fields(Work)]), st.integers(1, 1000), st.booleans())
+names = [field.name for field in fields(Work) if field.name != "blocking_hidden_s"]  # which hides what is waited for
+
+
+@given(works, st.sampled_from(names), st.integers(1, 1000), st.booleans())
 def test_more_work_never_takes_less_time(work: Work, name: str, more: int, shared: bool) -> None:
     hw = replace(HW, device="cpu" if shared else "cuda")
     larger = replace(work, **{name: getattr(work, name) + more})
