@@ -116,7 +116,7 @@ def resume(
         found = Resumed(step, extra, number, state.get(STOPPED_IN_STEP) is True)
         optimizer.parts = Parts(scheduler, loader, extra)
         generators.set()
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"checkpoint {number} lacks what a training needs ({error!r}): resume from another") from error
     engine.resumed = None
     _LOG.info("resumed from checkpoint %d, after step %d", number, found.step)

@@ -52,7 +52,7 @@ class Generators:
             for index, gpu in enumerate(gpus):
                 torch.Generator(f"cuda:{index}").set_state(gpu)
             return cls(found["python"], numpy, found["torch"], gpus)
-        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             raise ValueError(f"the random state of the checkpoint cannot be set: {error}") from error
 
     def set(self) -> None:

@@ -334,6 +334,11 @@ def test_a_checkpoint_that_must_be_there(begin: Begin, directory: Path) -> None:
         ("backwards", "two", "backwards is 'two': it is damaged"),
         ("last_backwards", -1, "last_backwards is -1: it is damaged"),
         ("random", {"numpy": ["MT19937", [2**40], 0, 0, 0.0]}, "random state of the checkpoint cannot be set"),
+        (
+            "random",
+            {"numpy": ["MT19937", [0] * 624, 0, 0, 0.0], "python": []},
+            "random state of the checkpoint cannot be set",
+        ),
         ("extra", {"@tensor": {"dtype": "float32", "shape": [0, 2**39, 2**39], "data": ""}}, "cannot be"),
         ("optimizer", [{"parameters": []}, {"parameters": []}], "has other parameters"),
         ("scheduler", None, "resume was given a scheduler"),
