@@ -152,6 +152,7 @@ def one_pass(
         "predicted_lanes_s": prediction.lanes_s,
         "simulated_lanes_s": dict(simulation.busy_s),
         "lanes_s": {lane: statistics.median(step.get(lane, 0.0) for step in lanes) for lane in simulation.busy_s},
+        "lost_s": {"per_request": hw.io_core_s_per_request, "per_byte": hw.io_core_s_per_byte},
         "drive_bytes_per_s": [hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s, hw.ssd_mixed_bytes_per_s],
         "bytes": [(store.bytes_read - read) / steps, (store.bytes_written - written) / steps],
         "predicted_bytes": [prediction.nvme_read_bytes, prediction.nvme_write_bytes],
