@@ -200,13 +200,18 @@ def _draw_stages(axes: Any, stages: _Stages) -> None:
     for row, (_, seconds, color) in enumerate(rows):
         axes.barh(row, seconds, left=begin, height=0.62, color=color)
         right = begin + seconds
-        fits_right = right < 0.6 * total
+        place, align, ink = right + 0.02 * total, "left", "black"
+        if right >= 0.6 * total:
+            place, align = begin - 0.02 * total, "right"
+            if begin < 0.35 * total:  # left of it are the names
+                place, align, ink = begin + seconds / 2, "center", "white"
         axes.text(
-            right + 0.02 * total if fits_right else begin - 0.02 * total,
+            place,
             row,
             f"{format_seconds(seconds)}  {seconds / total:.0%}",
             va="center",
-            ha="left" if fits_right else "right",
+            ha=align,
+            color=ink,
             fontsize=9,
         )
         begin = right
