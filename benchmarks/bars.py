@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lohan_fx
@@ -26,6 +26,16 @@ def io(found: Figures) -> list[str]:
         for row in found["rows"]
         if row["ratio"] < LEAST_OF_FIO
     ]
+
+
+def io_ratios(rows: Sequence[Figures]) -> dict[str, float]:
+    """Ours over fio's by name, over one directory: ``read_ratio`` and so on with the usual chunks, ``large_...`` with others."""
+    usual = min(row["chunk_elements"] for row in rows)
+    return {
+        f"{'' if row['chunk_elements'] == usual else 'large_'}{row['kind']}_ratio": row["ratio"]
+        for row in rows
+        if row["directories"] == 1
+    }
 
 
 def directories(row: Figures) -> str:

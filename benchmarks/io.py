@@ -7,6 +7,7 @@ best of several engines, block sizes, depths and pages (huge ones need ``sysctl 
 mixed one reads and writes in the optimizer's shares. Over one directory and over two, which are on the same drive (so two
 show what the store's own work for several costs, not what two drives give), with both sizes of chunks that plans have; ours
 also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all of these. Needs ``fio`` on the PATH.
+JSON: ``read_ratio, write_ratio, mixed_ratio`` over one directory with the usual chunks, ``large_...`` with the others; ``rows``.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def main() -> None:
         {"kind": kind, "directories": count, "chunk_elements": chunk, **row}
         for (kind, count, chunk), row in found.items()
     ]
-    figures = {"rows": rows}
+    figures = {**bars.io_ratios(rows), "rows": rows}
     finish(
         "io",
         [

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,14 +120,8 @@ def _write_file(target: Path, data: bytes, backend: FileBackend) -> None:
         backend.remove(temporary)
     fd = backend.open(temporary, direct=False)
     try:
-        view = memoryview(data)
-        done = 0
-        while done < len(view):
-            with suppress(InterruptedError):
-                count = backend.pwritev(fd, view[done:], done)
-                if count <= 0:
-                    raise OSError(errno.EIO, "nothing was written")
-                done += count
+        if _moved(backend.pwritev, fd, memoryview(data)) < len(data):
+            raise OSError(errno.EIO, "nothing was written")
         backend.fdatasync(fd)
         _check_written(fd, data, target, backend)
     finally:
@@ -140,19 +134,24 @@ def _check_written(fd: int, data: bytes, target: Path, backend: FileBackend) -> 
     """Raises ``StoreError`` unless the drive gives back ``data``: the file that this one replaces may be the last good one."""
     backend.forget(fd)
     found = bytearray(len(data))
-    view = memoryview(found)
-    done = 0
-    while done < len(view):
-        with suppress(InterruptedError):
-            count = backend.preadv(fd, view[done:], done)
-            if count <= 0:
-                break
-            done += count
+    _moved(backend.preadv, fd, memoryview(found))
     if found != data:
         raise StoreError(
             f"writing {target}: the drive gives back other bytes than were written, and nothing is replaced by them; move the "
             "store to another drive"
         )
+
+
+def _moved(call: Callable[[int, memoryview, int], int], fd: int, view: memoryview) -> int:
+    """How many bytes ``call`` moves, asked until it has moved all of ``view`` or moves none."""
+    done = 0
+    while done < len(view):
+        with suppress(InterruptedError):
+            count = call(fd, view[done:], done)
+            if count <= 0:
+                break
+            done += count
+    return done
 
 
 def read_generation(directory: Path, number: int) -> Manifest:

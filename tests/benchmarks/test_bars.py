@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,16 @@ def test_the_store_is_judged_over_one_directory_and_over_two(bars: ModuleType) -
         "read, 2 directories, chunks of 1,048,576: 0.940 of fio, at least 0.95 wanted",
         "mixed, 1 directory, chunks of 2,097,152: 0.900 of fio, at least 0.95 wanted",
     ]
+
+
+def test_the_ratios_that_are_asked_for_are_those_of_one_directory(bars: ModuleType) -> None:
+    rows = [row(kind, count, chunk, 0.9 + count / 100 + chunk / 2**30) for kind in ("read", "write", "mixed")
+            for count in (1, 2) for chunk in (1 << 21, 1 << 20)]  # fmt: skip
+    usual, large = (dict.fromkeys(("read", "write", "mixed"), 0.91 + chunk / 2**30) for chunk in (1 << 20, 1 << 21))
+    expected = {f"{kind}_ratio": ratio for kind, ratio in usual.items()}
+    assert bars.io_ratios(rows) == pytest.approx(expected | {f"large_{k}_ratio": ratio for k, ratio in large.items()})
+    saved = json.loads((BENCHMARKS / "results" / "io.json").read_text())
+    assert bars.io_ratios(saved["rows"]).items() <= saved.items()
 
 
 def test_checksums_are_judged_in_a_step_and_in_raw_io(bars: ModuleType) -> None:
