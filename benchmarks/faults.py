@@ -128,7 +128,8 @@ def main() -> None:
         for way in WAYS:
             before.mkdir()
             if way.resumed:
-                live(before, FaultyDrive(), way, result, args.keep, steps=STEPS_BEFORE)
+                first = live(before, FaultyDrive(), way, result, args.keep, steps=STEPS_BEFORE)
+                assert first.digest and generations_in(before), first.error
             shutil.copytree(before, directory)
             whole = live(directory, FaultyDrive(), way, result, args.keep)
             assert whole.digest, whole.error
