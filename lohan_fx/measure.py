@@ -36,13 +36,13 @@ from lohan_fx.runtime.adam import AdamOptions
 Announce = Callable[[str], None]
 
 # Shares of the budget. The drives get the rest, whether or not there are any: no drives, less time.
-_MATMUL_SHARE = 0.06
-_BANDWIDTH_SHARE = 0.04
+_MATMUL_SHARE = 0.05
+_BANDWIDTH_SHARE = 0.03
 _ADAM_SHARE = 0.05
 _OVERHEAD_SHARE = 0.02
 _CLEARING_SHARE = 0.02
-_LOST_SHARE = 0.2
-_DRIVES_SHARE = 0.4
+_LOST_SHARE = 0.3
+_DRIVES_SHARE = 0.36
 
 _MIN_RUNS = 3
 _ROUNDS = 3  # a machine's speed drifts: rates are measured in turns, and the median of the rounds counts

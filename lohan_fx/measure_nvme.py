@@ -47,7 +47,7 @@ USUAL_BYTES = 4 * 2**20
 """Of the runtime's requests (``budgets.choose_windows``)."""
 
 _FILE_BYTES = 2**30
-_MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
+MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
 _EXTENT = "measured"
 _BUFFERS = 3 * SSD_THREADS
 """As many requests are served or wait for it."""
@@ -60,7 +60,7 @@ STEPS = 1 + _ROUNDS  # calls of `announce`
 T = TypeVar("T")
 
 
-class _Access(enum.Enum):
+class Access(enum.Enum):
     READ = "reading"
     WRITE = "writing"
     MIXED = "reading and writing"
@@ -90,7 +90,7 @@ class _NamelessFiles(PosixBackend):
 
 
 @dataclass(frozen=True)
-class _Drive:
+class Drive:
     """A directory with what serves requests to it; ``direct`` if without the page cache."""
 
     directory: str
@@ -150,25 +150,25 @@ def measure_drives(
     """
     if not directories:
         return ()
-    share_s = seconds * (1 - _FILL_SHARE) / (_ROUNDS * sum(SHARES.values()) * len(_Access))
-    samples: dict[tuple[int, _Access], list[list[float]]] = defaultdict(list)
+    share_s = seconds * (1 - _FILL_SHARE) / (_ROUNDS * sum(SHARES.values()) * len(Access))
+    samples: dict[tuple[int, Access], list[list[float]]] = defaultdict(list)
     with contextlib.ExitStack() as files:
         devices = [os.stat(directory).st_dev for directory in directories]
         drives = [
-            files.enter_context(_open_drive(directory, sharing=devices.count(device)))
+            files.enter_context(open_drive(directory, sharing=devices.count(device)))
             for directory, device in zip(directories, devices, strict=True)
         ]
         announce("drives: writing a file on each")
-        sizes = _fill(drives, seconds * _FILL_SHARE)
+        sizes = fill(drives, seconds * _FILL_SHARE)
         # Rounds over all sizes, not all of one size at once: a drive's speed drifts, and sizes are to be compared.
         for number in range(1, _ROUNDS + 1):
             announce(f"drives: round {number} of {_ROUNDS}")
-            for request_bytes, access in itertools.product(REQUEST_BYTES, _Access):
+            for request_bytes, access in itertools.product(REQUEST_BYTES, Access):
                 each_s = share_s * SHARES[request_bytes]
-                samples[request_bytes, access].append(_load(drives, sizes, access, request_bytes, each_s))
+                samples[request_bytes, access].append(load(drives, sizes, access, request_bytes, each_s))
     by_request = []
     for request_bytes in REQUEST_BYTES:
-        columns = [map(statistics.median, zip(*samples[request_bytes, access], strict=True)) for access in _Access]
+        columns = [map(statistics.median, zip(*samples[request_bytes, access], strict=True)) for access in Access]
         by_request.append([RequestRate(request_bytes, *map(rounded, row)) for row in zip(*columns, strict=True)])
     usual = by_request[REQUEST_BYTES.index(USUAL_BYTES)]
     return tuple(
@@ -200,7 +200,7 @@ def _warn(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
+def open_drive(directory: str, *, sharing: int = 1) -> Iterator[Drive]:
     """``sharing``: how many of the directories are on its file system, which all may fill."""
     stat = os.statvfs(directory)
     capacity_bytes, drive_bytes = _free_bytes(directory) // sharing, stat.f_blocks * stat.f_frsize // sharing
@@ -219,7 +219,7 @@ def _open_drive(directory: str, *, sharing: int = 1) -> Iterator[_Drive]:
         _fill_with_noise(pool)
         lane = Lane("measured drive", threads=SSD_THREADS)
         taken.callback(_unless_stuck, lane.close)
-        yield _Drive(directory, files.direct, capacity_bytes, drive_bytes, store, lane, pool, timeline)
+        yield Drive(directory, files.direct, capacity_bytes, drive_bytes, store, lane, pool, timeline)
 
 
 def _unless_stuck(close: Callable[..., None]) -> None:
@@ -236,34 +236,34 @@ def _fill_with_noise(pool: HostPool) -> None:
             taken.enter_context(pool.acquire(_EXTENT)).tensor.copy_(noise)
 
 
-def _fill(drives: Sequence[_Drive], seconds: float) -> list[int]:
+def fill(drives: Sequence[Drive], seconds: float) -> list[int]:
     """Write every file once and return the sizes: reads of what was only allocated would not touch the drive."""
     deadline = time.perf_counter() + seconds
     nbytes = REQUEST_BYTES[-1]
 
-    def fill(drive: _Drive, stop: threading.Event) -> int:
+    def written(drive: Drive, stop: threading.Event) -> int:
         offset = 0
         while offset < _FILE_BYTES and not stop.is_set():
-            if offset >= _MIN_FILE_BYTES and time.perf_counter() > deadline:
+            if offset >= MIN_FILE_BYTES and time.perf_counter() > deadline:
                 break
             drive.request(True, offset, nbytes).wait(_STALL_S)
             offset += nbytes
         drive.settle()
         return offset
 
-    return _together([(drive.directory, partial(fill, drive)) for drive in drives], seconds)
+    return _together([(drive.directory, partial(written, drive)) for drive in drives], seconds)
 
 
-def _load(
-    drives: Sequence[_Drive], sizes: Sequence[int], access: _Access, request_bytes: int, seconds: float
+def load(
+    drives: Sequence[Drive], sizes: Sequence[int], access: Access, request_bytes: int, seconds: float
 ) -> list[float]:
     """Bytes/s that each drive moves while all are loaded for `seconds`, each by a lane whose queue is never empty."""
     begin = time.perf_counter()
 
-    def load(drive: _Drive, file_bytes: int, stop: threading.Event) -> float:
+    def loaded(drive: Drive, file_bytes: int, stop: threading.Event) -> float:
         asked: deque[Work[None]] = deque()
         for turn in itertools.count():
-            write = access is _Access.WRITE or (access is _Access.MIXED and turn % 2 == 1)
+            write = access is Access.WRITE or (access is Access.MIXED and turn % 2 == 1)
             asked.append(drive.request(write, turn * request_bytes % file_bytes, request_bytes))
             over = stop.is_set() or time.perf_counter() - begin >= seconds
             while asked and (over or asked[0].done()):
@@ -275,7 +275,8 @@ def _load(
         return (turn + 1) * request_bytes / (time.perf_counter() - begin)
 
     return _together(
-        [(drive.directory, partial(load, drive, nbytes)) for drive, nbytes in zip(drives, sizes, strict=True)], seconds
+        [(drive.directory, partial(loaded, drive, nbytes)) for drive, nbytes in zip(drives, sizes, strict=True)],
+        seconds,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from lohan_fx import measure_contention
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.measure_contention import LEAST_S, lost_to_requests
-from lohan_fx.runtime.room import LEAST_BYTES
 
 
 def test_both_are_positive_and_the_directory_is_empty_after(tmp_path: Path) -> None:
@@ -29,10 +29,28 @@ def test_without_a_drive_the_profile_keeps_its_defaults() -> None:
 
 
 def test_a_requests_cost_is_split_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """10 ms a request and 2 ns a byte; 50 ms for one that compute asks for, of which the rest is handing over."""
-    costs = {nbytes: 0.01 + 2e-9 * nbytes for nbytes in measure_contention.SIZES}
-    monkeypatch.setattr(measure_contention, "_lost_s", lambda directory, nbytes, dtype, seconds: costs[nbytes])
-    monkeypatch.setattr(measure_contention, "_lost_to_asking_s", lambda directory, dtype, seconds: 0.05)
+    """10 ms a request and 2 ns a byte."""
+    costs = [0.01 + 2e-9 * nbytes for nbytes in measure_contention.SIZES]
+    monkeypatch.setattr(measure_contention, "_lost_s", lambda directory, dtype, seconds: costs)
+    monkeypatch.setattr(measure_contention, "_handover_s", lambda directory, dtype, seconds: 0.04)
     per_request, per_byte, handover_s = lost_to_requests([str(tmp_path)], torch.float32, 1.0)
-    assert abs(per_request - 0.01) < 1e-9 and abs(per_byte - 2e-9) < 1e-15
-    assert abs(handover_s - (0.04 - 2e-9 * LEAST_BYTES)) < 1e-9
+    assert abs(per_request - 0.01) < 1e-9 and abs(per_byte - 2e-9) < 1e-15 and handover_s == 0.04
+
+
+def test_what_compute_does_not_do_is_lost_to_the_requests_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """100 runs a second alone, before and after, and 80 beside requests at 1 MB/s: a fifth of a second for each MB."""
+    rates = itertools.cycle([100.0, 80.0])
+    asked: list[int] = []
+
+    def load(drives: object, sizes: object, access: object, nbytes: int, seconds: float) -> list[float]:
+        asked.append(nbytes)
+        return [1e6]
+
+    monkeypatch.setattr(measure_contention, "runs_per_s", lambda run, seconds: next(rates))
+    monkeypatch.setattr(measure_contention, "load", load)
+    monkeypatch.setattr(measure_contention, "_handover_s", lambda directory, dtype, seconds: 0.04)
+    per_request, per_byte, _ = lost_to_requests([str(tmp_path)], torch.float32, 0.1)
+    assert per_byte == pytest.approx(0.2e-6) and per_request == measure_contention.LEAST_S
+    assert asked == list(measure_contention.SIZES) * (measure_contention.ROUNDS + 1)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files: the tests check behaviour, not speed."""
     monkeypatch.setattr(measure_nvme, "_FILE_BYTES", 2**25)
-    monkeypatch.setattr(measure_nvme, "_MIN_FILE_BYTES", 2**24)
+    monkeypatch.setattr(measure_nvme, "MIN_FILE_BYTES", 2**24)
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_a_drive_that_moves_nothing_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_slow_drive_is_measured_on_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with measure_nvme._open_drive(str(tmp_path)) as drive:
-        assert measure_nvme._fill([drive], 1e-9) == [measure_nvme._MIN_FILE_BYTES]
-        assert drive.store.bytes_written == measure_nvme._MIN_FILE_BYTES
+    with measure_nvme.open_drive(str(tmp_path)) as drive:
+        assert measure_nvme.fill([drive], 1e-9) == [measure_nvme.MIN_FILE_BYTES]
+        assert drive.store.bytes_written == measure_nvme.MIN_FILE_BYTES
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
-    with measure_nvme._open_drive(str(tmp_path)) as drive:
+    with measure_nvme.open_drive(str(tmp_path)) as drive:
         (place,) = tmp_path.iterdir()
         assert [found.name for found in place.iterdir()] == [LOCK_NAME]
         assert drive.store.nbytes_allocated == measure_nvme._FILE_BYTES
@@ -145,11 +145,11 @@ def test_requests_are_page_aligned_and_stay_within_the_file(tmp_path: Path, monk
 
         return record
 
-    with measure_nvme._open_drive(str(tmp_path)) as drive:
-        sizes = measure_nvme._fill([drive], 1.0)
+    with measure_nvme.open_drive(str(tmp_path)) as drive:
+        sizes = measure_nvme.fill([drive], 1.0)
         for call in ("preadv", "pwritev"):
             monkeypatch.setattr(os, call, recorded(call))
-        (rate,) = measure_nvme._load([drive], sizes, measure_nvme._Access.MIXED, 2**23, 0.05)
+        (rate,) = measure_nvme.load([drive], sizes, measure_nvme.Access.MIXED, 2**23, 0.05)
     assert rate > 0 and {call for call, _, _ in seen} == {"preadv", "pwritev"}
     assert all(offset % mmap.PAGESIZE == 0 and offset + size <= sizes[0] for _, size, offset in seen)
 
@@ -157,8 +157,8 @@ def test_requests_are_page_aligned_and_stay_within_the_file(tmp_path: Path, monk
 def test_requests_use_all_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training no request finds what it moves in a cache; a single buffer would stay in one."""
     places: set[int] = set()
-    with measure_nvme._open_drive(str(tmp_path)) as drive:
-        sizes = measure_nvme._fill([drive], 1.0)
+    with measure_nvme.open_drive(str(tmp_path)) as drive:
+        sizes = measure_nvme.fill([drive], 1.0)
         real = drive.store.read
 
         def read(name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
@@ -166,7 +166,7 @@ def test_requests_use_all_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             real(name, offset, buffer, nbytes)
 
         monkeypatch.setattr(drive.store, "read", read)
-        measure_nvme._load([drive], sizes, measure_nvme._Access.READ, 2**20, 0.2)
+        measure_nvme.load([drive], sizes, measure_nvme.Access.READ, 2**20, 0.2)
     assert len(places) == measure_nvme._BUFFERS
 
 
