@@ -147,7 +147,9 @@ def few_ops(dtype: torch.dtype, rows: int = 512) -> Callable[[], object]:
     training. A few large ops in a core's cache lose a third less to requests (docs/0041)."""
     width, wide, heads = 768, 2048, 12
     shapes = ((width, 3 * width), (width, width), (width, wide), (width, wide), (wide, width))
-    blocks = itertools.cycle([[torch.randn(shape).to(dtype) for shape in shapes] for _ in range(FEW_BLOCKS)])
+    sizes = [inner * outer for inner, outer in shapes]
+    weights = torch.empty(FEW_BLOCKS, sum(sizes), dtype=dtype).normal_()  # in one: a mapping, which goes as a whole
+    blocks = itertools.cycle([[w.view(s) for w, s in zip(row.split(sizes), shapes, strict=True)] for row in weights])
     x = torch.randn(rows, width).to(dtype)
 
     def normed(values: torch.Tensor) -> torch.Tensor:
