@@ -1,15 +1,14 @@
 """Predicted against measured: step seconds, bytes per tier and peak RSS, by the planner's formula and by the simulator.
 
-    python benchmarks/prediction.py [--rounds 1 --passes 4 --steps 4] [--cases 0,3,5] [--save]
+    python benchmarks/prediction.py [--rounds 3 --passes 1 --steps 4] [--cases 0,3,5] [--save]
 
 Each case is a process of its own: it compiles, predicts, and only then trains. On a machine whose rates drift by a third
-within minutes, what is judged is the prediction from known rates: a process does it in passes, in each of which it measures
-the machine and the ops of its graphs anew (unless ``--hw`` names a profile), predicts what the same plan will take, and then
-trains. So one round is the default, and the cases come one after the other: a prediction and its steps are seconds apart
-anyway, and a second process of a case costs another capture. ``--rounds`` takes turns over all cases for that price, which
-spreads each over the hour. Medians over all passes count, without the steps that warm up. How much slower or faster the same
-few ops were after the steps than before is shown beside each error ("drift") and changes none, and so is the share of the
-processor that the hypervisor gave to others during the steps ("stolen").
+within minutes, what is judged is the prediction from known rates: a process measures the machine and the ops of its graphs
+(unless ``--hw`` names a profile), predicts what its plan will take, and then trains; with ``--passes`` it does so again, and a
+prediction and its steps are seconds apart. ``--rounds`` takes turns over all cases, which costs another capture of each and is
+worth it: processes differ by more than passes of one do (docs/0041). Medians over all passes and rounds count, without the steps
+that warm up. How much slower or faster the same few ops were after the steps than before is shown beside each error ("drift") and
+changes none, and so is the share of the processor that the hypervisor gave to others during the steps ("stolen").
 
 Bytes are those of NVMe, read and written, in whole pages, and those that the lanes h2d and d2h copied, all as the runtime
 counts them. On a CPU, where all cases run, these two copy within memory: all that is swapped on its way out (d2h), and what
@@ -224,9 +223,9 @@ def differing(one: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=at_least_one, default=1)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument(
-        "--passes", type=at_least_one, default=4, help="per process: measure the machine, predict, train"
+        "--passes", type=at_least_one, default=1, help="per process: measure the machine, predict, train"
     )
     parser.add_argument("--steps", type=at_least_one, default=4, help="measured ones of a pass")
     case_arguments(parser)
