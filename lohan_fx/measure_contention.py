@@ -38,6 +38,7 @@ SIZES = (PAGE_BYTES, 4 << 20)
 ROUNDS = 9
 """Besides a first one, which warms up and counts for nothing."""
 HANDOVER_SHARE = 0.1
+"""Of the time, for handing over; of the rest ``FILL_SHARE`` is for making a file."""
 FILL_SHARE = 0.1
 LEAST_S = 1e-6
 FEW_ROWS = 16
@@ -86,15 +87,13 @@ def drives_beside_compute(
 def _lost_s(directory: str, dtype: torch.dtype, seconds: float) -> list[float]:
     """Seconds that one request of each of ``SIZES`` costs compute. Without checkpoints' checksums, as the drives' rates are."""
     window_s = seconds * (1 - FILL_SHARE) / (2 * len(SIZES) * (ROUNDS + 1))
-    compute, threads = few_ops(dtype), torch.get_num_threads()
+    compute = few_ops(dtype)
     found: list[list[float]] = [[] for _ in SIZES]
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # what there is to say about the directory was said when its rates were measured
+        # What there is to say about the directory was said when its rates were measured.
+        warnings.simplefilter("ignore")
         with open_drive(directory) as drive, ThreadPoolExecutor(1, thread_name_prefix="lohan-measure-asking") as asking:
             file_bytes = fill([drive], seconds * FILL_SHARE)
-            torch.set_num_threads(threads)  # what a lane's thread says is partly said for the process
             before = runs_per_s(compute, window_s)
             for _, (place, nbytes) in itertools.product(range(ROUNDS + 1), enumerate(SIZES)):
                 asked = asking.submit(load, [drive], file_bytes, Access.MIXED, nbytes, window_s)
@@ -124,7 +123,7 @@ def _handover_s(directory: Path, dtype: torch.dtype, seconds: float) -> float:
             arrival.part_done()
 
         found: list[float] = []
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads)  # what a lane's thread says is partly said for the process
         until_s = time.perf_counter() + seconds
         while not found or time.perf_counter() < until_s:
             begun_s = time.perf_counter()

@@ -47,7 +47,7 @@ USUAL_BYTES = 4 * 2**20
 """Of the runtime's requests (``budgets.choose_windows``)."""
 
 _FILE_BYTES = 2**30
-MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
+_MIN_FILE_BYTES = 64 * 2**20  # a drive too slow to fill the file in its time is measured on less
 _EXTENT = "measured"
 _BUFFERS = 3 * SSD_THREADS
 """As many requests are served or wait for it."""
@@ -244,7 +244,7 @@ def fill(drives: Sequence[Drive], seconds: float) -> list[int]:
     def written(drive: Drive, stop: threading.Event) -> int:
         offset = 0
         while offset < _FILE_BYTES and not stop.is_set():
-            if offset >= MIN_FILE_BYTES and time.perf_counter() > deadline:
+            if offset >= _MIN_FILE_BYTES and time.perf_counter() > deadline:
                 break
             drive.request(True, offset, nbytes).wait(_STALL_S)
             offset += nbytes

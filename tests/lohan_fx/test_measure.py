@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_COPY_BYTES", 2**22)
     monkeypatch.setattr(measure, "_ADAM_CHUNK", 2**12)
     monkeypatch.setattr(measure_nvme, "_FILE_BYTES", 2**25)
-    monkeypatch.setattr(measure_nvme, "MIN_FILE_BYTES", 2**24)
+    monkeypatch.setattr(measure_nvme, "_MIN_FILE_BYTES", 2**24)
 
 
 def _numbers(item: object) -> Iterator[float]:

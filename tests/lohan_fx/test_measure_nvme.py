@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("leak_check"), pytest.mark.filterwarnings(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files: the tests check behaviour, not speed."""
     monkeypatch.setattr(measure_nvme, "_FILE_BYTES", 2**25)
-    monkeypatch.setattr(measure_nvme, "MIN_FILE_BYTES", 2**24)
+    monkeypatch.setattr(measure_nvme, "_MIN_FILE_BYTES", 2**24)
 
 
 @pytest.fixture
@@ -121,8 +121,8 @@ def test_a_drive_that_moves_nothing_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 def test_a_slow_drive_is_measured_on_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with measure_nvme.open_drive(str(tmp_path)) as drive:
-        assert measure_nvme.fill([drive], 1e-9) == [measure_nvme.MIN_FILE_BYTES]
-        assert drive.store.bytes_written == measure_nvme.MIN_FILE_BYTES
+        assert measure_nvme.fill([drive], 1e-9) == [measure_nvme._MIN_FILE_BYTES]
+        assert drive.store.bytes_written == measure_nvme._MIN_FILE_BYTES
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
