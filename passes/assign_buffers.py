@@ -51,6 +51,8 @@ _COPIES = (_aten._to_copy.default, _aten.clone.default)
 """What ``copy_`` into the given tensor does, whose dtype and strides say all that their arguments do."""
 _WITH_NUMBER = {_aten.mul.Scalar: _aten.mul.out, _aten.div.Scalar: _aten.div.out}
 """What torch itself makes of these: the number becomes a tensor."""
+_OF_EMBEDDING = _aten.embedding_dense_backward.default
+"""Its own ``out=`` would compute elsewhere and copy: ``add_rows`` does it in place."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,9 @@ def is_assignable(node: Node) -> bool:
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return False
     span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    return span == value.numel() and (node.target in _COPIES or writing(node.target) is not None)
+    if span != value.numel():
+        return False
+    return node.target in _COPIES or _adds_rows(node.target, node.args) or writing(node.target) is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -233,13 +237,38 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def into(op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> tuple[torch._ops.OpOverload, Any, Any]:
+def into(op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> tuple[Callable[..., Any], Any, Any]:
     """(op, args, kwargs) that compute what ``op`` of ``args`` and ``kwargs`` does, into ``out``."""
     if op in _COPIES:
         return _aten.copy_.default, (out, args[0]), {}
+    if _adds_rows(op, args):
+        return add_rows, (out, *args[:2], args[3]), {}
     found = writing(op)
     assert found is not None, f"{op} has no kernel that writes into a given tensor"
     return found[0], args, {**kwargs, found[1]: out}
+
+
+def _adds_rows(op: torch._ops.OpOverload, args: Any) -> bool:
+    """Whether ``op`` is the gradient of an embedding that is not scaled by how often a row was read."""
+    return op is _OF_EMBEDDING and args[4] is False
+
+
+def add_rows(out: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor, padding: int) -> torch.Tensor:
+    """The gradient of an embedding's weight, ``out`` of (rows, width), from that of what it returned, (..., width), where it had
+    read ``rows``, (...), with none for the row ``padding``: ``embedding_dense_backward``'s bits, in memory that is given.
+
+    That op adds the rows one after the other, each sum rounded to the dtype. So does ``index_add_`` in float32; it sums
+    narrower ones in float32. ``index_put_`` rounds each of those, and has threads race for sums of float32 only.
+    """
+    added = gradient.reshape(-1, out.shape[1])
+    out.zero_()
+    if out.dtype is torch.float32:
+        out.index_add_(0, rows.reshape(-1), added)
+    else:
+        out.index_put_((rows.reshape(-1),), added, accumulate=True)
+    if padding >= 0:
+        out[padding].zero_()
+    return out
 
 
 def write_into(gm: GraphModule, assignment: Assignment, place: Callable[[Node], Callable[[], torch.Tensor]]) -> None:

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from lohan_fx import meta, ops
 from lohan_fx.buffered import Buffered
+from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.assign_buffers import (
     SIZES,
+    add_rows,
     assign,
     assign_buffers,
     cleared_bytes,
@@ -23,6 +26,7 @@ from lohan_fx.passes.assign_buffers import (
     is_assignable,
     note_clearing,
     shared_bytes,
+    write_into,
     writing,
 )
 from lohan_fx.passes.halves import Assignment, Halves
@@ -269,6 +273,8 @@ def _cases(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[str, Any
     logged = torch.log_softmax(scores, -1)
     target = torch.tensor([1, 2, -100, 3, 0, 7])
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    read = torch.tensor([[1, 4, 1], [0, 1, 4]])
+    embedded = _values(2, 3, 8, dtype=dtype)
     return [
         (aten.mm.default, (x, square), {}),
         (aten.mm.default, (x.t(), y), {}),
@@ -310,6 +316,8 @@ def _cases(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[str, Any
         (aten._to_copy.default, (x,), {"dtype": other}),
         (aten.clone.default, (x.t(),), {"memory_format": torch.contiguous_format}),
         (aten.clone.default, (x.t(),), {}),
+        (aten.embedding_dense_backward.default, (embedded, read, 5, -1, False), {}),
+        (aten.embedding_dense_backward.default, (embedded.transpose(0, 1), read.t().int(), 5, 4, False), {}),
     ]
 
 
@@ -330,3 +338,32 @@ def test_an_op_gives_the_same_bits_into_a_given_tensor(place: int, dtype: torch.
 def test_an_op_that_would_copy_is_not_used() -> None:
     for op in (aten.native_layer_norm.default, aten.embedding.default, aten.embedding_dense_backward.default):
         assert writing(op) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [50, 20_000])
+def test_an_embeddings_gradient_is_summed_in_order_and_rounded_each_time(rows: int, dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(SEED)
+    read = torch.randint(0, rows, (4, 512), generator=drawn)
+    gradient = torch.randn(4, 512, 128, generator=drawn).to(dtype)  # enough for torch to divide it between threads
+    out = torch.full((rows, 128), float("nan"), dtype=dtype)
+    add_rows(out, gradient, read, 3)
+    assert torch.equal(out, aten.embedding_dense_backward(gradient, read, rows, 3, False))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_embeddings_gradient_has_a_place_unless_it_is_scaled(scaled: bool) -> None:
+    gradient, read = torch.ones(2, 3, 8), torch.tensor([[1, 4, 1], [0, 1, 4]])
+
+    def backward(gradient: Tensor, read: Tensor) -> tuple[Tensor]:
+        return (aten.embedding_dense_backward.default(gradient, read, 5, -1, scaled),)
+
+    gm = make_fx(backward, tracing_mode="fake")(gradient, read)
+    annotate(gm)
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default)
+    assert is_assignable(node) is not scaled
+    expected, place = backward(gradient, read)[0], torch.full((5, 8), float("nan"))
+    write_into(gm, assign(gm, ALL), lambda _: lambda: place)
+    gm.recompile()
+    (made,) = gm(gradient, read)
+    assert torch.equal(made, expected) and (made is place) is not scaled
