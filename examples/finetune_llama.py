@@ -218,7 +218,7 @@ def _measured_before(saved: Path, directories: Sequence[str]) -> HardwareProfile
     except (OSError, ValueError, TypeError):
         return None
     fresh = datetime.now(UTC) - datetime.fromisoformat(hw.measured_at) < timedelta(days=1)
-    same = hw.is_this_machine() and [drive.directory for drive in hw.nvme] == directories
+    same = hw.is_this_machine() and not hw.is_outdated() and [drive.directory for drive in hw.nvme] == directories
     return hw if fresh and same else None
 
 

@@ -14,7 +14,7 @@ from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
     wake,
-    warn_if_measured_elsewhere,
+    warn_if_not_measured_here_and_now,
     warn_if_slow,
     warn_if_untried,
 )
@@ -104,7 +104,7 @@ def compile(
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
-    warn_if_measured_elsewhere(hw)
+    warn_if_not_measured_here_and_now(hw)
     warn_if_untried(hw)
     warn_if_slow(hw, compute_dtype)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))

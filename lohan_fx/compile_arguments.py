@@ -167,11 +167,17 @@ def wake(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
         (x @ x).sum().item()
 
 
-def warn_if_measured_elsewhere(hw: HardwareProfile) -> None:
+def warn_if_not_measured_here_and_now(hw: HardwareProfile) -> None:
     """Whom it concerns is the caller of ``compile``."""
     if not hw.is_this_machine():
         warnings.warn(
             f"the hardware profile {hw.name!r} was not measured on this machine: plans and predictions are for that "
             "one; HardwareProfile.measure(nvme=[...]) measures this one",
+            stacklevel=3,
+        )
+    elif hw.is_outdated():
+        warnings.warn(
+            f"the hardware profile {hw.name!r} was measured by another version of lohan_fx, which measured otherwise: "
+            "predictions may be off by a quarter; HardwareProfile.measure(nvme=[...]) measures anew",
             stacklevel=3,
         )

@@ -21,6 +21,8 @@ import torch
 from lohan_fx import machine
 
 DTYPES = ("float32", "bfloat16", "float16")
+MEASUREMENT = "6"
+"""Goes up where what `measure` does has changed so that the rates of before would mislead; among a profile's versions."""
 NO_KERNELS = 4
 """A dtype whose matmuls take so many times as long as those in float32 has none; they usually take a hundred times as long."""
 
@@ -219,6 +221,10 @@ class HardwareProfile:
     def is_this_machine(self) -> bool:
         """Whether the profile was measured on a machine like this one; False for a preset."""
         return self.machine == self.fingerprint()
+
+    def is_outdated(self) -> bool:
+        """Whether the profile was measured, and by a `measure` that went about it otherwise than this version's."""
+        return bool(self.measured_at) and self.versions.get("measurement") != MEASUREMENT
 
     def matmul_rate(self, dtype: torch.dtype) -> float:
         """Flop/s of a large matmul in `dtype`; ValueError if the profile has none for it."""

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lohan_fx import machine, measure_nvme
-from lohan_fx.hardware import DTYPES, HardwareProfile
+from lohan_fx.hardware import DTYPES, MEASUREMENT, HardwareProfile
 from lohan_fx.measure_contention import drives_beside_compute, lost_to_requests
 from lohan_fx.measure_nvme import checked_directories, rounded
 from lohan_fx.runtime import adam
@@ -242,7 +242,12 @@ def _clearing_s_per_byte(device: str, seconds: float) -> float:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "linux": os.uname().release}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "linux": os.uname().release,
+        "measurement": MEASUREMENT,
+    }
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout

@@ -670,6 +670,16 @@ def test_a_profile_of_another_machine_is_warned_of(nvme: Path) -> None:
     lohan_fx.release(model)
 
 
+def test_a_profile_that_was_measured_otherwise_is_warned_of(nvme: Path) -> None:
+    earlier = profile(name="of last year", measured_at="2025-11-25T20:10:38+00:00", versions={"torch": "2.11.0"})
+    with pytest.warns(
+        UserWarning, match=r"'of last year'.*another version of lohan_fx.*HardwareProfile\.measure"
+    ) as warned:
+        model = streamed(Tiny(), nvme, hw=earlier)
+    assert [warning.filename for warning in warned] == [__file__]
+    lohan_fx.release(model)
+
+
 def test_a_dtype_without_kernels_is_warned_of(nvme: Path) -> None:
     slow = profile(matmul_flops_per_s={"float32": 1.2e11, "bfloat16": 1.3e9})
     with pytest.warns(UserWarning, match=r"bfloat16 run at 1\.3 GFLOP/s on .*compute_dtype=torch\.float32") as warned:

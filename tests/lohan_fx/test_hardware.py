@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lohan_fx import machine
-from lohan_fx.hardware import HardwareProfile, NvmeProfile, Prices, RequestRate
+from lohan_fx.hardware import MEASUREMENT, HardwareProfile, NvmeProfile, Prices, RequestRate
 from lohan_fx.presets import PRESETS
 
 REQUEST = RequestRate(request_bytes=2**20, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.5e9)
@@ -186,6 +186,15 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(preset.is_this_machine() for preset in PRESETS.values())
     monkeypatch.setattr(machine, "cpu_cores", lambda: 3)
     assert not here.is_this_machine()
+
+
+def test_is_outdated() -> None:
+    measured = replace(PROFILE, measured_at="2026-11-25T20:10:38+00:00", versions={"measurement": MEASUREMENT})
+    assert not measured.is_outdated()
+    assert replace(measured, versions={"measurement": "0"}).is_outdated()
+    assert replace(measured, versions={"torch": "2.13.0"}).is_outdated()  # of before there was such a number
+    assert not replace(measured, measured_at="", versions={}).is_outdated()
+    assert not any(preset.is_outdated() for preset in PRESETS.values())
 
 
 def test_drives_at_requests_have_the_rates_between_those_of_the_measured_sizes() -> None:

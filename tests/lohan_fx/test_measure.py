@@ -55,7 +55,7 @@ def test_measure_fills_the_whole_profile_and_leaves_no_file(tmp_path: Path) -> N
     # Both are on one drive, which they share.
     whole = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     assert whole - 2 < sum(drive.drive_bytes for drive in profile.nvme) <= whole
-    assert profile.is_this_machine()
+    assert profile.is_this_machine() and not profile.is_outdated()
     assert profile.versions["torch"] == torch.__version__
     assert profile.host_memory_bytes == profile.device_memory_bytes == machine.host_memory_bytes()
     assert not any(list(directory.iterdir()) for directory in directories)
