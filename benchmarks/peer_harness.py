@@ -35,21 +35,24 @@ INSTALLING = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What one process of one system did: seconds of the measured steps, their median, and the losses of all steps."""
+    """What one process of one system did: seconds of the measured steps, their median, and the losses of all steps.
+    ``peak_gpu_bytes``: as torch's allocator counts them; 0 on a CPU."""
 
     s_per_step: float
     peak_rss_bytes: int
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
+    peak_gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Harness:
-    """``peer_bench.py`` at ``path``, run by ``python``; ``folder`` takes its files."""
+    """``peer_bench.py`` at ``path``, run by ``python``; ``folder`` takes its files; ``device`` computes."""
 
     path: Path
     python: str
     folder: Path
+    device: str = "cpu"
 
     def available(self, systems: Sequence[str]) -> list[str]:
         """Those of ``systems`` that can run; says on stderr how to install what the others need."""
@@ -66,9 +69,9 @@ class Harness:
         """Train with ``system`` (``+ckpt`` recomputes blocks) in a process of its own."""
         name, *extras = system.split("+")
         command = [self.python, str(self.path), name, *options, "--steps", str(steps), "--warmup", str(warmup)]
-        command += ["--nvme-dir", str(self.folder), *(f"--{extra}" for extra in extras)]
+        command += ["--device", self.device, "--nvme-dir", str(self.folder), *(f"--{extra}" for extra in extras)]
         environment = {
-            "DS_ACCELERATOR": "cpu",
+            "DS_ACCELERATOR": self.device,
             "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "lohan_fx" / "torch_extensions"),
             **os.environ,
             # As if its environment were activated: pip's ninja is there.
@@ -80,6 +83,7 @@ class Harness:
             peak_rss_bytes=found["peak_rss_total_mb"] << 20,
             losses=tuple(found["loss"]),
             seconds=tuple(found["sec_per_step_all"][found["warmup"] :]),
+            peak_gpu_bytes=found.get("peak_cuda_mb", 0) << 20,
         )
 
 
@@ -117,4 +121,5 @@ def merged(runs: Sequence[Trained]) -> Trained:
         peak_rss_bytes=max(run.peak_rss_bytes for run in runs),
         losses=runs[0].losses,
         seconds=tuple(seconds for run in runs for seconds in run.seconds),
+        peak_gpu_bytes=max(run.peak_gpu_bytes for run in runs),
     )

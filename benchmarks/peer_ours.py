@@ -1,7 +1,7 @@
 """peer_ours: lohan_fx as one more system of the peer harness: its model, tokens and recipe, streamed. Internal.
 
     python benchmarks/peer_ours.py HARNESS --hw FILE --nvme DIR (--host-memory SIZE | --peak-rss BYTES)
-        [--plan FILE] [--steps 3] -- the harness' own options
+        [--device-memory BYTES] [--plan FILE] [--steps 3] -- the harness' own options
 
 ``peers.py`` calls it, a process per run. Measured like the others: the median of the steps after warming up, and the
 peak RSS of the whole process, building included. Prints one JSON line.
@@ -26,6 +26,7 @@ import transformers
 from peer_harness import loaded, options_of
 
 import lohan_fx
+from lohan_fx import compile_arguments
 from lohan_fx.compile import compiled
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.plan import Tier
@@ -52,28 +53,30 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
     """Build, compile, train; the figures."""
     hw = lohan_fx.HardwareProfile.load(args.hw)
     plan = None if args.plan is None else lohan_fx.Plan.from_json(args.plan.read_text())
+    compile_arguments.wake(hw, torch.bfloat16)  # a GPU's libraries are none of what a plan promises
     before_bytes = harness.status_kb("VmRSS")
     host_memory = args.host_memory or int(args.peak_rss * (1 - UNPLANNED_SHARE)) - before_bytes
     model = build(harness, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lohan_fx.compile(model, hw, nvme=[args.nvme], host_memory=host_memory, plan=plan)
+        memory = {"host_memory": host_memory, "device_memory": args.device_memory}
+        lohan_fx.compile(model, hw, nvme=[args.nvme], plan=plan, **memory)
     optimizer = lohan_fx.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=options.wd,
         fused=True, accumulation_steps=1,
     )  # fmt: skip
     gc.collect()
     tokens = harness.batches(options)
-    engine, memory = compiled(model).engine, compiled(model).memory
+    engine, accounts = compiled(model).engine, compiled(model).memory
     if args.memory:
-        memory.watch()
+        accounts.watch()
     losses, seconds, peaks = [], [], [harness.status_kb("VmHWM")]
-    warmup = LEAST_WARM_UP if plan else REVISING + 1
+    warmup = LEAST_WARM_UP if plan or hw.device != "cpu" else REVISING + 1  # beside a GPU no plan is revised
     for step in range(warmup + args.steps):
         if step == warmup:
             read, written = engine.store.bytes_read, engine.store.bytes_written
         start_s = time.perf_counter()
-        batch = next(tokens)
+        batch = next(tokens).to(hw.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
@@ -89,10 +92,12 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
         "s_per_step": statistics.median(seconds[warmup:]),
         "peak_rss_bytes": peaks[-1],
         "peak_rss_after_bytes": peaks,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if hw.device == "cuda" else 0,
         "losses": losses,
         "seconds": seconds[warmup:],
         "warm_up_s": seconds[:warmup],
         "host_memory_bytes": int(found.host_memory_bytes),
+        "device_memory_bytes": int(found.device_memory_bytes),
         "before_bytes": before_bytes,
         "predicted_s": prediction.step_s,
         "predicted_peak_rss_bytes": before_bytes + prediction.peak_bytes["host"],
@@ -108,7 +113,7 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
         "predicted_lanes_s": {s: dict(getattr(prediction, s).lanes_s) for s in ("forward", "backward", "optimizer")},
     }
     if args.memory:
-        report = memory.report(found, args.peak_rss or 0)
+        report = accounts.report(found, args.peak_rss or 0)
         print(report, file=sys.stderr, flush=True)
         figures["memory"] = asdict(report)
     if args.save_plan is not None:
@@ -126,6 +131,7 @@ def main() -> None:
     limits = parser.add_mutually_exclusive_group(required=True)
     limits.add_argument("--host-memory", help="what the process may grow by")
     limits.add_argument("--peak-rss", type=int, help="what the whole process may have in RAM, in bytes")
+    parser.add_argument("--device-memory", type=int, help="what it may take on the GPU, in bytes")
     parser.add_argument("--plan", type=Path, help="obey this plan instead of searching and revising one")
     parser.add_argument("--save-plan", type=Path, help="write the plan obeyed in the end")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")

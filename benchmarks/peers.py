@@ -2,14 +2,15 @@
 
     python benchmarks/peers.py [--cases 0,1] [--rounds 3] [--systems plain,zero_offload,zero_infinity] [--save]
     python benchmarks/peers.py --model-size tiny --batch 2 --seq 64 --host-memory 512MiB --systems plain --rounds 1
+    python benchmarks/peers.py --device cuda [--save]
 
 Rounds alternate over all systems, one process each. Before any speed is reported all losses must agree, step by step,
 to ``TOLERANCE`` of the loss: systems round bf16 in other places (measured: docs/0016). Where ours may have as much memory as
 a peer that keeps its states in RAM, the planner keeps them there too: each case tells what ours moved on NVMe.
 
-Without options of a model it runs the four cases below, whose limits are shares of the peak RSS that a peer had in the first
-round; a case of one's own gets ``--host-memory``, or a third of the first peer's peak RSS. DeepSpeed may live with another
-Python: ``--peer-python``.
+Without options of a model it runs the cases below, whose limits are shares of the peak RSS that a peer had in the first
+round; a case of one's own gets ``--host-memory``, or a third of the first peer's peak RSS. Beside a GPU ours may take as much of
+its memory as that peer's tensors did at their peak. DeepSpeed may live with another Python: ``--peer-python``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from peer_harness import DEFAULT_PATH, INSTALLING, Harness, Trained, last_line, loaded, merged
 from peer_traffic import traffic
-from report import arguments, at_least_one, finish, own_folder, profile, with_saved
+from report import arguments, at_least_one, device_argument, finish, own_folder, profile, with_saved
 from workload import cases_argument, numbered
 
 OURS = Path(__file__).with_name("peer_ours.py")
@@ -69,6 +70,10 @@ class Case:
     def __str__(self) -> str:
         return f"{self.model}, {self.host_memory or f'{self.share:.2f} of the peak RSS of {self.of}'}"
 
+    def gpu_bytes(self, runs: Mapping[str, Sequence[Trained]]) -> int:
+        """What our tensors may take on the GPU; 0 on a CPU."""
+        return runs[self.of][0].peak_gpu_bytes if self.of in runs else 0
+
     def limit_bytes(self, peaks: Mapping[str, int]) -> int:
         """What our whole process may have in RAM; 0 where ``host_memory`` says something else."""
         return 0 if self.host_memory else int(self.share * peaks[self.of])
@@ -81,6 +86,13 @@ CASES = (
     Case(TRAFFIC_BOUND, 1 / 3, "zero_infinity", bars={"zero_infinity": 2.0}),
     Case(TRAFFIC_BOUND, 1.0, "zero_offload", bars={"zero_offload": 1.5}),
 )
+GPU_CASES = (
+    Case(COMPUTE_BOUND, 1 / 3, "zero_infinity", bars={"zero_infinity": 2.0}),
+    Case(COMPUTE_BOUND, 1.0, "zero_offload", bars={"zero_offload": 1.0}),
+)
+"""Beside a GPU traffic binds in all of them."""
+SAVED = {"cpu": "peers", "cuda": "peers_gpu"}
+"""The name of the result by device."""
 
 
 def parsed() -> argparse.Namespace:
@@ -93,6 +105,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--steps", type=at_least_one, default=3, help="measured steps per process")
     cases_argument(parser)
+    device_argument(parser)
     parser.add_argument("--model-size")
     for name in ("layers", "hidden", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int)
@@ -100,7 +113,7 @@ def parsed() -> argparse.Namespace:
     args = parser.parse_args()
     own = (args.model_size, args.layers, args.hidden, args.batch, args.seq, args.host_memory)
     if args.cases and any(own):
-        parser.error("--cases chooses among the four cases; a model of one's own is another one")
+        parser.error("--cases chooses among the cases there are; a model of one's own is another one")
     if not args.systems:
         parser.error("--systems is empty: name at least one peer, such as plain")
     return args
@@ -114,10 +127,14 @@ def chosen(args: argparse.Namespace, systems: Sequence[str]) -> list[Case]:
         )  # fmt: skip
         return [Case(model, 1 / 3, systems[0], args.host_memory or "")]
     found = []
-    for case in numbered(CASES, args):
+    for case in numbered(cases_of(args), args):
         here = case.of in systems
         found.append(case if here else Case(case.model, case.share, systems[0], bars=case.bars))
     return found
+
+
+def cases_of(args: argparse.Namespace) -> Sequence[Case]:
+    return CASES if args.device == "cpu" else GPU_CASES
 
 
 class Rounds:
@@ -150,6 +167,8 @@ class Rounds:
         command = [sys.executable, str(OURS), str(self._args.harness), "--hw", str(hw)]
         command += ["--nvme", str(store), "--steps", str(self._args.steps)]
         command += ["--peak-rss", str(limit)] if limit else ["--host-memory", case.host_memory]
+        gpu = case.gpu_bytes(self.peers[case.model])
+        command += ["--device-memory", str(gpu)] if gpu else []
         command += ["--plan" if plan.exists() else "--save-plan", str(plan), "--", *case.model.options()]
         return {**last_line(command, f"{NAME} ({case})"), "limit_bytes": limit}
 
@@ -165,7 +184,13 @@ class Rounds:
             )
             systems = {name: _figures(merged(found), tokens) for name, found in peers.items()}
             mine = [
-                Trained(run["s_per_step"], run["peak_rss_bytes"], tuple(run["losses"]), tuple(run["seconds"]))
+                Trained(
+                    run["s_per_step"],
+                    run["peak_rss_bytes"],
+                    tuple(run["losses"]),
+                    tuple(run["seconds"]),
+                    run["peak_gpu_bytes"],
+                )
                 for run in runs
             ]
             systems[NAME] = {**_figures(merged(mine), tokens), "rounds": runs}
@@ -188,7 +213,7 @@ def _figures(run: Trained, tokens: int) -> dict[str, Any]:
         "peak_rss_bytes": run.peak_rss_bytes,
         "losses": list(run.losses),
         "seconds": list(run.seconds),
-    }
+    } | ({"peak_gpu_bytes": run.peak_gpu_bytes} if run.peak_gpu_bytes else {})
 
 
 def check_losses(case: str, losses: Mapping[str, Sequence[float]]) -> None:
@@ -211,7 +236,8 @@ def missed(case: Case, systems: Mapping[str, Any], ratios: Mapping[str, float]) 
         if peer in ratios and ratios[peer] < least
     ]
     peaks = {name: figures["peak_rss_bytes"] for name, figures in systems.items()}
-    if case.bars and peaks[NAME] > (limit := case.limit_bytes(peaks)):
+    limit = case.limit_bytes(peaks)
+    if case.bars and limit and peaks[NAME] > limit:
         found.append(f"{case}: peak RSS {peaks[NAME] / 1e9:.2f} GB, {limit / 1e9:.2f} allowed")
     return found
 
@@ -220,7 +246,8 @@ def rows(case: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield case["config"], ""
     for name, found in case["systems"].items():
         ratio = f", ours {case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
-        memory = f"{found['peak_rss_bytes'] / 1e9:.2f} GB"
+        gpu = f" and {found['peak_gpu_bytes'] / 1e9:.2f} GB of the GPU" if "peak_gpu_bytes" in found else ""
+        memory = f"{found['peak_rss_bytes'] / 1e9:.2f} GB{gpu}"
         yield f"  {name}", f"{found['s_per_step']:.2f} s/step, {found['tokens_per_s']:.0f} tokens/s, {memory}{ratio}"
     run = case["systems"][NAME]["rounds"][-1]
     stages = " + ".join(f"{seconds:.2f}" for seconds in run["stages_s"].values())
@@ -238,7 +265,7 @@ def main() -> None:
     args = parsed()
     loaded(args.harness)
     with own_folder(args):
-        harness = Harness(args.harness, args.peer_python, args.nvme)
+        harness = Harness(args.harness, args.peer_python, args.nvme, args.device)
         systems = harness.available(args.systems.split(","))
         if not systems:
             sys.exit(f"none of {args.systems} can run: {INSTALLING}")
@@ -249,11 +276,12 @@ def main() -> None:
         rounds.run(hw)
         absent = [name for name in args.systems.split(",") if name not in systems]
         results = [{**found, "rounds": args.rounds, "not_installed": absent} for found in rounds.results()]
-    results = with_saved("peers", results) if args.save else results
+    name = SAVED[args.device]
+    results = with_saved(name, results) if args.save else results
     finish(
-        "peers",
+        name,
         [row for case in results for row in rows(case)],
-        {"cases": results, "of_cases": len(CASES), "tolerance": TOLERANCE},
+        {"cases": results, "of_cases": len(cases_of(args)), "tolerance": TOLERANCE},
         [bar for case in results for bar in case["missed"]],
         save=args.save,
     )

@@ -1,6 +1,6 @@
 """Predicted against measured: step seconds, bytes per tier and peak RSS, by the planner's formula and by the simulator.
 
-    python benchmarks/prediction.py [--rounds 3 --passes 1 --steps 4] [--cases 0,3,5] [--save]
+    python benchmarks/prediction.py [--rounds 3 --passes 1 --steps 4] [--cases 0,3,5] [--device cuda] [--save]
 
 Each case is a process of its own: it compiles, predicts, and only then trains. On a machine whose rates drift by a third
 within minutes, what is judged is the prediction from known rates: a process measures the machine and the ops of its graphs
@@ -28,12 +28,12 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import workload
-from report import arguments, at_least_one, finish, own_folder, profile, with_saved
+from report import arguments, at_least_one, device_argument, finish, own_folder, profile, with_saved
 from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
@@ -56,9 +56,11 @@ PACE_S = 0.4
 @dataclass(frozen=True)
 class Case(workload.Case):
     policy: str
+    device_memory: str | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.size} {self.batch}x{self.seq} {self.policy} {self.host_memory}{self._unusual_dtype}"
+        gpu = f" and {self.device_memory} of a GPU" if self.device_memory else ""
+        return f"{self.size} {self.batch}x{self.seq} {self.policy} {self.host_memory}{gpu}{self._unusual_dtype}"
 
 
 CASES = (
@@ -76,6 +78,16 @@ CASES = (
     Case("350m", 1, 256, "2GiB", "recompute"),
     Case("dit-77m", 4, 256, "768MiB", "lohan"),
 )
+GPU_CASES = (
+    Case("gpt2", 8, 512, "1GiB", "lohan", device_memory="3GiB"),
+    Case("gpt2", 8, 512, "1GiB", "swap-nvme", device_memory="3GiB"),
+    Case("gpt2", 8, 512, "4GiB", "lohan", device_memory="3GiB"),
+    Case("gpt2", 8, 512, "1GiB", "zero-infinity", device_memory="3GiB"),
+    Case("350m", 4, 512, "2GiB", "lohan", device_memory="2GiB"),
+    Case("350m", 16, 512, "2GiB", "fuyou", device_memory="3GiB"),
+)
+SAVED = {"cpu": "prediction", "cuda": "prediction_gpu"}
+"""The name of the result by device."""
 LINKS = ("h2d", "d2h")
 """The lanes that copy between memories."""
 
@@ -83,7 +95,13 @@ LINKS = ("h2d", "d2h")
 def child(case: Case, args: argparse.Namespace) -> None:
     """Compile; predict and train, ``--passes`` times; prints the figures as one JSON line."""
     ours = streamed(
-        case.workload, profile(args), args.nvme, host_memory=case.host_memory, policy=case.policy, revise=False
+        case.workload,
+        profile(args),
+        args.nvme,
+        host_memory=case.host_memory,
+        device_memory=case.device_memory,
+        policy=case.policy,
+        revise=False,
     )
     monitor = lohan_fx.Monitor(ours.model)
     expected, passes = monitor.expected_peak_rss_bytes(), []
@@ -115,7 +133,7 @@ def time_again(model: torch.nn.Module) -> None:
     found = compiled(model)
     op_times.forget()
     for _, gm in found.halves[-1].graphs():
-        op_times.time_ops(gm, torch.device("cpu"))
+        op_times.time_ops(gm, found.engine.device)
 
 
 def one_pass(
@@ -184,7 +202,7 @@ def link_bytes(work: cost.Work, hw: HardwareProfile) -> list[float]:
 def measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", json.dumps(vars(case))]
     command += ["--steps", str(args.steps), "--passes", str(args.passes)]
-    command += ["--nvme", str(args.nvme), *(["--hw", str(args.hw)] if args.hw else [])]
+    command += ["--nvme", str(args.nvme), "--device", args.device, *(["--hw", str(args.hw)] if args.hw else [])]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
@@ -229,21 +247,24 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=at_least_one, default=4, help="measured ones of a pass")
     case_arguments(parser)
+    device_argument(parser)
     parser.add_argument("--child", help="internal: the measured process")
     args = parser.parse_args()
     if args.child:
         child(Case(**json.loads(args.child)), args)
         return
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(CASES, args)}
+    cases_here = CASES if args.device == "cpu" else GPU_CASES
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in chosen(cases_here, args)}
     with own_folder(args):
         for number in range(args.rounds):
             for case in found:
                 print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
                 found[case].append(measured(case, args))
     cases = [judged(case, rounds) for case, rounds in found.items()]
-    cases = with_saved("prediction", cases) if args.save else cases
-    figures = {"cases": cases, "of_cases": len(CASES)}
-    finish("prediction", [_row(case) for case in cases], figures, _missed(cases), save=args.save)
+    name = SAVED[args.device]
+    cases = with_saved(name, cases) if args.save else cases
+    figures = {"cases": cases, "of_cases": len(cases_here)}
+    finish(name, [_row(case) for case in cases], figures, _missed(cases), save=args.save)
 
 
 def _row(case: dict[str, Any]) -> tuple[str, str]:

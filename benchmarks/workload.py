@@ -265,7 +265,8 @@ def streamed(
 ) -> Streamed:
     """The workload compiled by lohan_fx with ``options``, planned, not run yet. ``on_meta``: it never is in RAM whole.
     ``max_norm``: what the gradients' global norm is clipped to; None: it is not."""
-    model, inputs = workload.build_on_meta() if on_meta else workload.build(), workload.inputs()
+    model = workload.build_on_meta() if on_meta else workload.build()
+    inputs = {name: value.to(hw.device) for name, value in workload.inputs().items()}
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -58,6 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--nvme", nargs="+", metavar="DIR", help="a directory per drive (default: a fresh one in ~/.cache/lohan_fx)")
     add("--hw", metavar="FILE", help="a hardware profile as TOML (default: measured, and kept for a day)")
+    add("--device", choices=("cpu", "cuda"), help="(default: that of --hw, else cuda where there is one)")
     add("--host-memory", default="1GiB", metavar="SIZE", help="the most RAM that model and training may take (1GiB)")
     add("--policy", default="lohan", choices=POLICIES, help="how activations are treated (lohan: searched)")
     add("--compare", nargs="?", const="aot_eager", choices=("aot_eager", "eager"),
@@ -184,8 +185,8 @@ def generate(model: Any, args: argparse.Namespace) -> str:
     text = list(PROMPT.encode())
     for _ in range(args.sample):
         context = text[-args.seq :]
-        window = torch.tensor([context + [FILE_BEGIN] * (args.seq - len(context))])
-        logits = model(input_ids=window).logits[0, len(context) - 1].float()
+        window = torch.tensor([context + [FILE_BEGIN] * (args.seq - len(context))], device=args.device)
+        logits = model(input_ids=window).logits[0, len(context) - 1].float().cpu()
         likely = F.softmax(logits[:256] / TEMPERATURE, dim=-1)
         text.append(int(torch.multinomial(likely, 1, generator=generator)))
     return bytes(text).decode(errors="replace")
@@ -197,14 +198,20 @@ def generate(model: Any, args: argparse.Namespace) -> str:
 def hardware(args: argparse.Namespace) -> HardwareProfile:
     """From --hw, from the last measurement if that is of today, or measured now."""
     if args.hw:
-        return HardwareProfile.load(args.hw)
+        hw = HardwareProfile.load(args.hw)
+        if args.device not in (None, hw.device):
+            raise ValueError(
+                f"--hw {args.hw} is a profile of {hw.device!r}, and --device is {args.device!r}: leave one out"
+            )
+        return hw
     root = default_nvme_root()
     root.mkdir(parents=True, exist_ok=True)
     directories = [str(directory) for directory in args.nvme or [root]]
-    saved = root / "hardware.toml"
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    saved = root / f"hardware-{device}.toml"
     hw = _measured_before(saved, directories)
     if hw is None:
-        hw = HardwareProfile.measure(directories, device="cpu", seconds=8)
+        hw = HardwareProfile.measure(directories, device=device, seconds=8)
         hw.save(saved)
     if args.nvme:
         return hw
@@ -276,7 +283,8 @@ def run_streamed(model: Any, text: PythonSources, args: argparse.Namespace) -> O
 
 def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
     """Train plain PyTorch in a process of its own, on the same batches, and print both side by side."""
-    print(f"plain PyTorch ({args.compare}), all of it in RAM, on the same batches ...", flush=True)
+    where = "in RAM" if args.device == "cpu" else "on the GPU"
+    print(f"plain PyTorch ({args.compare}), all of it {where}, on the same batches ...", flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         plain: Plain = pool.submit(train_plain, build_model, warmup_cosine, args).result()
     seconds = [report.seconds for report in done.reports]
@@ -287,10 +295,11 @@ def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
     hw = hardware(args)
+    args.device = hw.device
     dtype = getattr(torch, args.dtype) if args.dtype else hw.usual_dtype()
     args.dtype = str(dtype).removeprefix("torch.")
     show_hardware(hw, dtype)
-    text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
+    text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed, device=args.device)
     model = build_model(args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = f"Llama, {parameters / 1e6:.3g}M parameters"

@@ -1,4 +1,4 @@
-"""The same training in plain PyTorch, with everything in RAM: what lohan_fx must be equal to.
+"""The same training in plain PyTorch, with everything in memory: what lohan_fx must be equal to.
 
 The precision recipe is the same: weights and activations in ``--dtype``; fp32 masters, which AdamW updates and which are
 then cast back.
@@ -20,7 +20,7 @@ from lohan_fx import process_memory
 
 @dataclass(frozen=True)
 class Plain:
-    """What plain PyTorch took. ``peak_bytes``: memory that was not in use before the model was built."""
+    """What plain PyTorch took. ``peak_bytes``: RAM that was not in use before the model was built."""
 
     losses: list[float]
     seconds: list[float]
@@ -33,10 +33,10 @@ def train_plain(
     args: argparse.Namespace,
 ) -> Plain:
     """Train the model of ``build_model(args)`` on the batches that ``args`` say. Its process should do nothing else."""
-    text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed)
+    text = PythonSources(batch=args.batch, seq=args.seq, seed=args.seed, device=args.device)
     before_bytes = process_memory.rss_bytes()
     process_memory.forget_peak_rss()
-    model = build_model(args)
+    model = build_model(args).to(args.device)
     parameters = list(model.parameters())
     masters = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     for parameter in parameters:

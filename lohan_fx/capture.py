@@ -231,3 +231,15 @@ def prepare_dynamo() -> None:
         logger = hf_logging.get_logger("transformers.modeling_utils")
         for method in ("warning_once", "warning"):
             torch._dynamo.config.ignore_logging_functions.add(getattr(logger, method))
+    _keep_metrics_quiet()
+
+
+def _keep_metrics_quiet() -> None:
+    """PyTorch 2.11 writes its settings as JSON for each graph, fails at functions among them, and prints a traceback of that."""
+    utils: Any = torch._dynamo.utils
+    try:
+        utils._get_dynamo_config_for_logging()
+    except TypeError:
+        utils._get_dynamo_config_for_logging = lambda: None
+    except AttributeError:
+        return  # a version without it

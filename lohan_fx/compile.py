@@ -67,7 +67,8 @@ def compile(
         hw: the machine; its rates decide the plan, its directories are the default for ``nvme``.
         host_memory: the most that the process may grow by from here on (bytes, or text such as "6GiB"); on a CPU this
             covers device memory too. None: most of what is free now.
-        device_memory: the most to use on the compute device. None: what it has, within ``host_memory`` on a CPU.
+        device_memory: the most to use on the compute device, without what its libraries take for themselves (cuBLAS 64 MiB
+            on an H100). None: what it has, within ``host_memory`` on a CPU.
         nvme: a directory per drive. None: those of ``hw``, or one under the user's cache directory.
         compute_dtype: dtype of parameters and activations; masters and moments are fp32.
         policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.

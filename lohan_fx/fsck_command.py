@@ -91,6 +91,10 @@ def _problem(stored: StoredExtents, record: ExtentRecord, chunk: int) -> str | N
 
 def _export(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
+    if output.exists() and not output.is_file():
+        raise ValueError(
+            f"--output: {output} is no file, and an export ends by taking its place: name a new file, or one to replace"
+        )
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with StoredExtents(arguments.directories) as stored:
         manifest = stored.manifests[-1]

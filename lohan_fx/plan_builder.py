@@ -11,7 +11,18 @@ from lohan_fx.cost import STATE_BYTES
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.annotate import block_of
 from lohan_fx.passes.search import read, useful
-from lohan_fx.plan import ActivationPlan, Decision, OptimizerTiming, ParameterPlan, Plan, Recompute, Tier, Windows
+from lohan_fx.plan import (
+    ActivationPlan,
+    Decision,
+    Keep,
+    OptimizerTiming,
+    ParameterPlan,
+    Plan,
+    Recompute,
+    Swap,
+    Tier,
+    Windows,
+)  # fmt: skip
 from lohan_fx.problem import Budgets, ParameterFacts, Problem
 
 
@@ -93,7 +104,7 @@ def _activation_plan(found: ActivationGraph, name: str, decision: Decision) -> A
         layer_kind=activation.layer_kind,
         bytes=activation.bytes,
         flops=found.flops[activation.producer],
-        decision=decision,
+        decision=Keep() if activation.on_host and isinstance(decision, Swap) else decision,
         mandatory=name in found.mandatory,
     )
 

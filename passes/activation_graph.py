@@ -18,10 +18,14 @@ from torch.fx import GraphModule, Node
 from lohan_fx import meta
 from lohan_fx.meta import Cost, Phase
 
+SEEDS_ON_HOST = {"aten._scaled_dot_product_efficient_attention": (2, 3)}
+"""Of which op which results lie in host memory, also where a GPU runs it and its fake kernel says otherwise."""
+
 
 @dataclass(frozen=True)
 class Activation:
-    """One forward value that could be saved: its storage is its own (not a view) and it is a tensor."""
+    """One forward value that could be saved: its storage is its own (not a view) and it is a tensor. ``on_host``: it never is
+    on the device, and has nowhere to go."""
 
     name: str
     op: str
@@ -29,6 +33,7 @@ class Activation:
     layer: str
     layer_kind: str
     bytes: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,8 @@ def _activation(node: Node) -> Activation:
     producer = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = producer.target
     name = f"{op.namespace}.{op._opname}" if isinstance(op, torch._ops.OpOverload) else str(op)
-    return Activation(node.name, name, producer.name, cost.layer, cost.layer_kind, cost.bytes)
+    on_host = node is not producer and node.args[1] in SEEDS_ON_HOST.get(name, ())
+    return Activation(node.name, name, producer.name, cost.layer, cost.layer_kind, cost.bytes, on_host)
 
 
 def _leaves_its_block(node: Node, forward: Collection[Node]) -> bool:

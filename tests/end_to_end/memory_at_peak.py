@@ -38,7 +38,11 @@ def main(nvme: Path, policy: str, host_memory: str, device: str = "cpu") -> None
         before_bytes = monitor.step().peak_rss_bytes
         report = monitor.memory()
         after_bytes = monitor.step().peak_rss_bytes
-    print(json.dumps({**asdict(report), "hwm_bytes": [before_bytes, after_bytes], "text": str(report)}))
+        gpu_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        assert monitor.plan is not None and monitor.plan.prediction is not None
+        planned_bytes = monitor.plan.prediction.peak_bytes["device"]
+    found = {"hwm_bytes": [before_bytes, after_bytes], "gpu_bytes": gpu_bytes, "planned_gpu_bytes": planned_bytes}
+    print(json.dumps({**asdict(report), **found, "text": str(report)}))
 
 
 if __name__ == "__main__":

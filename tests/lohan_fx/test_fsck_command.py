@@ -148,6 +148,19 @@ def test_export_is_the_state_dict(
         output.unlink()
 
 
+def test_what_is_no_file_is_not_replaced_by_an_export(
+    checkpointed: tuple[list[Path], Weights], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Such as a pipe, or a device."""
+    directories, _ = checkpointed
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(arguments("export", directories, "--output", str(pipe))) == 1
+    assert f"{pipe} is no file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    pipe.unlink()
+
+
 def test_a_running_training_is_left_alone(
     checkpointed: tuple[list[Path], Weights], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from lohan_fx import meta
+from lohan_fx import meta, ops
 from lohan_fx.gpu_attention import attention
 from lohan_fx.meta_capture import MetaCapture, meta_capture
+from lohan_fx.plan import Keep, Swap, Tier
 from tests.end_to_end.models import gpt2, tokens
 from tests.lohan_fx.test_meta_capture import GPU, Asked, make_request, plan_training
 
@@ -57,6 +58,18 @@ def test_it_is_planned_with_all_that_it_returns() -> None:
         if "_scaled_dot_product_" in str(n.target) and "backward" not in str(n.target)
     ]
     assert len(ran) == 2 and again == []  # what draws is not run again
+
+
+def test_its_seeds_are_not_planned_to_leave_for_a_drive() -> None:
+    """They lie in host memory: where all is swapped, they stay, and a drive is not foretold to move them."""
+    found = meta_capture(gpt2(dropout=0.1), tokens(), compute_dtype=torch.float32, device="cuda")
+    request = make_request(found, Asked(GPU, policy="swap-nvme", compute_dtype=torch.float32))
+    halves, plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)
+    attention = [a for a in plan.activations if "_scaled_dot_product_efficient" in a.op]
+    assert {a.decision for a in attention if a.bytes > 8} == {Swap(Tier.NVME)}
+    assert [a.decision for a in attention if a.bytes == 8] == [Keep()] * 4  # two of two layers
+    swapped = [meta.origin(n) for n in halves.forward.graph.find_nodes(op="call_function", target=ops.SWAP_OUT)]
+    assert not {a.node for a in attention if a.bytes == 8} & set(swapped)
 
 
 def inputs(**changes: Any) -> dict[str, Any]:
