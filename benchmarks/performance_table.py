@@ -175,6 +175,7 @@ ROWS = (
     Row("compile_time", "Capture and passes over `aot_eager`'s compile time", "<= 1.5", _compile_time),
     Row("plan_time", "175B planned on 2 cores", "< 180 s and 8 GB; 8x the layers <= 4x the seconds", _plan_time),
     Row("peers", "Tokens per second over the peers'", "see benchmarks/README.md", _peers),
+    Row("peers_gpu", "The same with a GPU, within the peers' GPU memory", "see benchmarks/README.md", _peers),
     Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),
     Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", _clipping),
     Row("generality", "A model that fits, over plain PyTorch", "<= 1.1", _generality),

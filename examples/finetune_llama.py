@@ -198,12 +198,10 @@ def generate(model: Any, args: argparse.Namespace) -> str:
 def hardware(args: argparse.Namespace) -> HardwareProfile:
     """From --hw, from the last measurement if that is of today, or measured now."""
     if args.hw:
-        hw = HardwareProfile.load(args.hw)
-        if args.device not in (None, hw.device):
-            raise ValueError(
-                f"--hw {args.hw} is a profile of {hw.device!r}, and --device is {args.device!r}: leave one out"
-            )
-        return hw
+        given = HardwareProfile.load(args.hw)
+        if args.device not in (None, given.device):
+            raise ValueError(f"--hw {args.hw} is of a {given.device}, and --device is {args.device}: leave one out")
+        return given
     root = default_nvme_root()
     root.mkdir(parents=True, exist_ok=True)
     directories = [str(directory) for directory in args.nvme or [root]]

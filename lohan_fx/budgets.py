@@ -20,6 +20,8 @@ CAPTURE_BYTES = 64 * MIB
 CAPTURE_BYTES_PER_PARAMETER = MIB
 """What tracing, guards, graphs and the allocator's slack take: so much, and so much per parameter tensor (a parameter
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
+GPU_KERNELS_BYTES = 256 * MIB
+"""What CUDA's libraries take of host memory as their kernels are first called (docs/0042)."""
 UNLIMITED_SHARE = 0.8
 """Without a promise, this share of the memory that is available now."""
 DEVICE_SHARE = 0.9
@@ -78,8 +80,7 @@ def choose_windows(
     chunk_elements = doubled * ((128 << 10) if small else (1 << 20) if roomy else (512 << 10))
     io_bytes = doubled * (MIB if small else 4 * MIB if roomy else 2 * MIB)
     of_each = buffer_bytes(chunk_elements) + (2 if shared else 3) * io_bytes
-    captured = CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * len(parameters)
-    room = max(0, min(host_memory_bytes // 4, host_memory_bytes // 2 - captured))
+    room = max(0, min(host_memory_bytes // 4, host_memory_bytes // 2 - captured_bytes(len(parameters))))
     buffers = max(LEAST_BUFFERS, min(BUFFERS_PER_DRIVE * drives, room // of_each))
     burst = 0 if shared else min(-(-layer_elements // chunk_elements), host_memory_bytes // 64 // (4 * chunk_elements))
     return Windows(
@@ -136,7 +137,12 @@ def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
 
 def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:
     """Host memory that is spent whatever the plan of a model with so many parameter tensors."""
-    return staging_bytes(windows, shared=shared) + CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
+    return staging_bytes(windows, shared=shared) + captured_bytes(parameters) + (0 if shared else GPU_KERNELS_BYTES)
+
+
+def captured_bytes(parameters: int) -> int:
+    """Host memory that capturing a model of so many parameter tensors leaves in use."""
+    return CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
 
 
 def make_budgets(

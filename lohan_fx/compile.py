@@ -16,7 +16,6 @@ from lohan_fx.compile_arguments import (
     wake,
     warn_if_not_measured_here_and_now,
     warn_if_slow,
-    warn_if_untried,
 )
 from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel
 from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, install
@@ -106,7 +105,6 @@ def compile(
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
     warn_if_not_measured_here_and_now(hw)
-    warn_if_untried(hw)
     warn_if_slow(hw, compute_dtype)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
     wake(hw, compute_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -149,22 +150,16 @@ def warn_if_slow(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
         )
 
 
-def warn_if_untried(hw: HardwareProfile) -> None:
-    """Whom it concerns is the caller of ``compile``."""
-    if hw.device == "cuda":
-        warnings.warn(
-            "what moves data to and from a GPU is written, and has never run on one: compare the first losses with plain "
-            'PyTorch\'s, or take HardwareProfile.measure(nvme=[...], device="cpu")',
-            stacklevel=3,
-        )
-
-
 def wake(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
-    """What a process's first work on a GPU brings into its memory (the context, kernels of matmuls) is there before it is
-    counted: it is none of what a plan promises."""
-    if hw.device == "cuda":
-        x = torch.ones(64, 64, dtype=compute_dtype, device="cuda")
-        (x @ x).sum().item()
+    """What a process's first work on a GPU brings into its RAM (the context, the libraries of matmuls and of attention) is there
+    before it is counted: it is none of what a plan promises."""
+    if hw.device != "cuda":
+        return
+    with torch.enable_grad(), contextlib.suppress(RuntimeError):  # such as of torch.use_deterministic_algorithms
+        x = torch.ones(1, 2, 64, 64, dtype=compute_dtype, device="cuda", requires_grad=True)
+        attended = nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True)
+        nn.functional.gelu(nn.functional.layer_norm(attended, (64,))).float().softmax(-1).square().sum().backward()
+    torch.cuda.synchronize()
 
 
 def warn_if_not_measured_here_and_now(hw: HardwareProfile) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx import cost, staging
-from lohan_fx.budgets import fixed_bytes, staging_bytes
+from lohan_fx.budgets import captured_bytes
 from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
@@ -29,8 +29,7 @@ def added_bytes(plan: Plan, halves: Halves, transit: Transit | None = None, *, d
     ``plan`` has a prediction, and ``halves`` are its final graphs. Without ``transit`` all that may be on its way is."""
     if plan.device != "cpu":
         assert plan.prediction is not None
-        left_behind = fixed_bytes(plan.windows, len(plan.parameters)) - staging_bytes(plan.windows)
-        return plan.prediction.peak_bytes["host"] - left_behind
+        return plan.prediction.peak_bytes["host"] - captured_bytes(len(plan.parameters))
     beside = host_bytes(touched_staging_bytes(plan), plan)
     return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan, drives), transit)
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +25,6 @@ import lohan_fx
 from lohan_fx import pipeline
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.compile import compiled
-from lohan_fx.compile_arguments import warn_if_untried
 from lohan_fx.errors import CaptureError, InfeasiblePlan, StoreError
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.plan import Plan
@@ -686,14 +684,6 @@ def test_a_dtype_without_kernels_is_warned_of(nvme: Path) -> None:
         model = streamed(Tiny(), nvme, hw=slow, compute_dtype=torch.bfloat16)
     assert [warning.filename for warning in warned] == [__file__]
     lohan_fx.release(model)
-
-
-def test_that_no_gpu_was_tried_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"has never run on one.*device=\"cpu\""):
-        warn_if_untried(profile(device="cuda"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_untried(profile())
 
 
 def test_a_profile_of_a_gpu_where_there_is_none(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

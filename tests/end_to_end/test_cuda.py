@@ -42,7 +42,6 @@ pytestmark = [
     *([pytest.mark.cuda] if DEVICE == "cuda" else []),
     pytest.mark.slow,
     pytest.mark.usefixtures("leak_check", "little_is_small", "deterministic"),
-    pytest.mark.filterwarnings("ignore:what moves data to and from a GPU is written"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 from torch.fx import Node
 
 from lohan_fx import meta, ops
-from lohan_fx.budgets import choose_windows, fixed_bytes, make_budgets, staging_bytes
+from lohan_fx.budgets import captured_bytes, choose_windows, make_budgets, staging_bytes
 from lohan_fx.expected_peak import added_bytes, touched_staging_bytes, transit_of
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
@@ -87,8 +87,7 @@ def test_drives_hold_back_what_the_forward_leaves_them_no_time_for() -> None:
 def test_beside_a_gpu_it_is_the_prediction_without_what_capture_leaves_behind() -> None:
     found = captured("transformer")
     windows = choose_windows(1 << 30, [])
-    left_behind = fixed_bytes(windows, 0) - staging_bytes(windows)
-    said = Prediction(Stage({}), Stage({}), {"host": left_behind + (64 << 20)}, 0, 0, 0, 0)
+    said = Prediction(Stage({}), Stage({}), {"host": captured_bytes(0) + (64 << 20)}, 0, 0, 0, 0)
     beside = Plan("keep", "cuda", "bfloat16", 1 << 30, 1 << 30, (), (), windows, said)
     assert added_bytes(beside, rewrite(found, plan_for(found, {}))) == 64 << 20
 

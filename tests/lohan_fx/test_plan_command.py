@@ -646,7 +646,7 @@ def test_much_that_is_missing_beside_a_gpu_is_what_is_named(tmp_path: Path, caps
 
 
 def test_the_answer_shows_windows_and_the_division(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--host-memory", "200MiB", "--device-memory", "8MiB")
+    options = ("--host-memory", "520MiB", "--device-memory", "8MiB")
     assert plan(model, *options) == 0
     text = capsys.readouterr().out
     for words in (

@@ -65,7 +65,7 @@ def planned(hw: HardwareProfile, host: int, device: int) -> tuple[Plan, Simulati
 @pytest.mark.parametrize(
     ("hw", "host", "device"),
     [
-        *((GPU, host * MIB, device * MIB) for host in (300, 600, 4000) for device in (560, 700, 4000)),
+        *((GPU, host * MIB, device * MIB) for host in (560, 860, 4260) for device in (560, 700, 4000)),
         *((CPU, host * MIB, 0) for host in (900, 1200, 4000)),
     ],
 )
@@ -79,7 +79,7 @@ def test_the_simulator_sees_no_budget_exceeded(hw: HardwareProfile, host: int, d
 
 
 @pytest.mark.parametrize(
-    ("hw", "less", "more"), [(GPU, (300, 560), (300, 700)), (GPU, (300, 560), (600, 560)), (CPU, (900, 0), (1200, 0))]
+    ("hw", "less", "more"), [(GPU, (560, 560), (560, 700)), (GPU, (560, 560), (860, 560)), (CPU, (900, 0), (1200, 0))]
 )
 def test_more_memory_is_no_slower_on_real_graphs(
     hw: HardwareProfile, less: tuple[int, int], more: tuple[int, int]
@@ -91,7 +91,7 @@ def test_more_memory_is_no_slower_on_real_graphs(
 
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(InfeasiblePlan, match="would fit"):
-        planned(GPU, 600 * MIB, 200 * MIB)
+        planned(GPU, 860 * MIB, 200 * MIB)
 
 
 # --- invented budgets -----------------------------------------------------------------------------------------
