@@ -7,9 +7,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
@@ -30,6 +31,8 @@ from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.shell import Shell
+
+Result = TypeVar("Result")
 
 Replan = Callable[[Request], Plan]
 """The plan that another request would get for the graph that was linked."""
@@ -218,6 +221,34 @@ def capture_errors() -> Iterator[None]:
         if isinstance(error.inner_exception, LohanError | ValueError):
             raise error.inner_exception from None
         raise
+
+
+def captured(model: nn.Module, call: Callable[[], Result]) -> Result:
+    """``call()``, in which Dynamo captures ``model``, with ``capture_errors``; once more with hooks that a model of Transformers
+    lacked."""
+    try:
+        with capture_errors():
+            return call()
+    except CaptureError:
+        if not _install_output_hooks(model):
+            raise
+    with capture_errors():
+        return call()
+
+
+def _install_output_hooks(model: nn.Module) -> bool:
+    """Whether models of Transformers, which return hidden states, attentions or router logits by hooks, had none. They get them
+    at the first call that asks, under a lock that Dynamo cannot trace."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:
+        return False
+    made = "_output_capturing_hooks_installed"
+    lacking = [m for m in model.modules() if isinstance(m, PreTrainedModel) and not getattr(m, made, False)]
+    for module in lacking:
+        maybe_install_capturing_hooks(module)
+    return bool(lacking)
 
 
 def prepare_dynamo() -> None:

@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
-from lohan_fx.capture import Replan, backend_for, capture_errors, prepare_dynamo
+from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
 from lohan_fx.correction import correction
 from lohan_fx.expected_peak import added_bytes, transit_of
 from lohan_fx.held_gradient import HeldGradient
@@ -168,8 +168,8 @@ class CompiledModel:
         if training not in self._captures:
             self._captures.add(training)
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-        with torch._dynamo.config.patch(_dynamo_settings()), capturing(), capture_errors():
-            return self._call[training](*args, **kwargs)
+        with torch._dynamo.config.patch(_dynamo_settings()), capturing():
+            return captured(self.model, functools.partial(self._call[training], *args, **kwargs))
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""

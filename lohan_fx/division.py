@@ -38,7 +38,8 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         saves_s = step_seconds(problem, hw, without) - seconds if without is not None and nbytes else 0.0
         return Share(Tier.HOST if problem.budgets.shared else tier, use, nbytes, max(saves_s, 0.0))
 
-    kept, swapped = _bytes(plan, Keep()), _bytes(plan, Swap(Tier.HOST))
+    # Not all that is kept need be there at the peak.
+    kept, swapped = min(_bytes(plan, Keep()), device_peak), _bytes(plan, Swap(Tier.HOST))
     shares = [
         share(Tier.DEVICE, Use.GRAPHS, device_peak - kept),
         share(Tier.DEVICE, Use.ACTIVATIONS, kept, _elsewhere(plan, Keep())),

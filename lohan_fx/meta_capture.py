@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from lohan_fx.capture import capture_errors, parameters_of, prepare_dynamo, shells_among
+from lohan_fx.capture import captured, parameters_of, prepare_dynamo, shells_among
 from lohan_fx.equal_blocks import EqualBlocks, equal_blocks, truncated
 from lohan_fx.errors import CaptureError
 from lohan_fx.gpu_attention import with_gpu_attention
@@ -123,8 +123,8 @@ def _trace(
     call.__code__ = call.__code__.replace()
     compiled = torch.compile(call, backend=functools.partial(_take, device=device), fullgraph=True, dynamic=False)
     try:
-        with capturing(), capture_errors(), torch.enable_grad():
-            compiled(**{name: _on_cpu(value) for name, value in inputs.items()})
+        with capturing(), torch.enable_grad():
+            captured(model, functools.partial(compiled, **{name: _on_cpu(value) for name, value in inputs.items()}))
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Taken):
             return error.inner_exception

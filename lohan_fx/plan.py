@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 FORMAT = 1
 SUM_BYTES = 4
@@ -416,10 +416,10 @@ class Plan:
             raise ValueError(f"this plan is not of format {FORMAT}: make it again with this version of lohan_fx")
         try:
             raw["activations"] = tuple(
-                ActivationPlan(**{**a, "decision": parse_decision(a["decision"])}) for a in raw["activations"]
+                _checked(ActivationPlan(**{**a, "decision": parse_decision(a["decision"])})) for a in raw["activations"]
             )
             raw["parameters"] = tuple(_parameter(p) for p in raw["parameters"])
-            raw["windows"] = Windows(**raw["windows"])
+            raw["windows"] = _checked(Windows(**raw["windows"]))
             raw["notes"] = tuple(raw["notes"])
             if raw["prediction"] is not None:
                 stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward", "optimizer")}
@@ -430,19 +430,39 @@ class Plan:
                     for share in raw["division"]["shares"]
                 )
                 raw["division"] = Division(**{**raw["division"], "shares": shares})
-            return cls(**raw)
+            return _checked(cls(**raw))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not a plan: {error}") from error
 
 
 def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
     states_home, gradient_home = raw["states_home"], raw["gradient_home"]
-    return ParameterPlan(
-        **{
-            **raw,
-            "home": Tier(raw["home"]),
-            "states_home": None if states_home is None else Tier(states_home),
-            "gradient_home": None if gradient_home is None else Tier(gradient_home),
-            "optimizer_runs": OptimizerTiming(raw["optimizer_runs"]),
-        }
+    return _checked(
+        ParameterPlan(
+            **{
+                **raw,
+                "home": Tier(raw["home"]),
+                "states_home": None if states_home is None else Tier(states_home),
+                "gradient_home": None if gradient_home is None else Tier(gradient_home),
+                "optimizer_runs": OptimizerTiming(raw["optimizer_runs"]),
+            }
+        )
     )
+
+
+_Part = TypeVar("_Part", ActivationPlan, ParameterPlan, Windows, Plan)
+
+
+def _checked(part: _Part) -> _Part:
+    """``part``, whose counts are whole numbers from 0 on and whose names are text; else ``TypeError`` says which is not."""
+    for item in dataclasses.fields(part):
+        value = getattr(part, item.name)
+        right = {
+            "int": type(value) is int and value >= 0, "str": isinstance(value, str), "bool": isinstance(value, bool),
+        }.get(str(item.type), True)  # fmt: skip
+        if not right:
+            raise TypeError(f"{type(part).__name__}.{item.name} is {value!r}: expected {_EXPECTED[str(item.type)]}")
+    return part
+
+
+_EXPECTED = {"int": "a whole number, 0 or more", "str": "text", "bool": "true or false"}

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lohan_fx
+from lohan_fx.capture import prepare_dynamo
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
-from tests.end_to_end.models import PERCEPTRON, Case, vectors
+from tests.end_to_end.models import LLAMA, PERCEPTRON, Case, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, train, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -295,6 +297,49 @@ def test_two_backwards_through_one_graph_are_exact_if_it_is_kept(hw: HardwarePro
             use(model, optimizer)
         optimizer.zero_grad()
         losses_outside(model, optimizer, 1)
+
+
+def balanced_experts() -> nn.Module:
+    """A Mixtral whose loss has a part of its router's logits, which Transformers collects by hooks."""
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, max_position_embeddings=32, use_cache=False, output_router_logits=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).train()
+
+
+@pytest.mark.parametrize(
+    ("build", "asked"),
+    [(balanced_experts, {}), (LLAMA.build, {"output_hidden_states": True})],
+    ids=["experts", "hidden"],
+)
+def test_what_transformers_collects_by_hooks(
+    build: Callable[[], nn.Module], asked: dict[str, bool], hw: HardwareProfile, tmp_path: Path
+) -> None:
+    def use(model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            output = model(**tokens(), **asked)
+            loss = output.loss + (output.hidden_states[1].square().mean() if asked else 0.0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected, model = build(), build()
+    expected(**tokens(), **asked)  # Dynamo alone cannot trace the first call that asks
+    prepare_dynamo()
+    torch.manual_seed(1)
+    # Traced, since experts sum gradients in another order then.
+    traced = torch.compile(expected, backend="aot_eager", dynamic=False)
+    wanted = use(traced, torch.optim.AdamW(expected.parameters(), lr=LR))
+    torch._dynamo.reset()
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
 
 
 def test_two_models_train_side_by_side(hw: HardwareProfile, tmp_path: Path) -> None:

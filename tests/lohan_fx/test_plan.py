@@ -213,6 +213,27 @@ def test_a_wrong_part_is_named(key: str, value: object, message: str) -> None:
         Plan.from_json(json.dumps({**raw, key: value}))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("host_memory_bytes",), -1, "Plan.host_memory_bytes is -1: expected a whole number, 0 or more"),
+        (("device",), None, "Plan.device is None: expected text"),
+        (("activations", 0, "bytes"), float("inf"), "ActivationPlan.bytes is inf: expected a whole number"),
+        (("activations", 0, "flops"), True, "ActivationPlan.flops is True: expected a whole number"),
+        (("activations", 0, "mandatory"), 0, "ActivationPlan.mandatory is 0: expected true or false"),
+        (("windows", "io_buffers"), 2.5, "Windows.io_buffers is 2.5: expected a whole number"),
+    ],
+)
+def test_a_wrong_value_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:
+    raw = json.loads(plan(activation("mm")).to_json())
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(json.dumps(raw))
+
+
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan)])
 def test_a_missing_part_is_a_value_error(key: str) -> None:
     raw = json.loads(plan().to_json())
