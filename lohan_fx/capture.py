@@ -229,8 +229,8 @@ def captured(model: nn.Module, call: Callable[[], Result]) -> Result:
     try:
         with capture_errors():
             return call()
-    except CaptureError:
-        if not _install_output_hooks(model):
+    except CaptureError as error:
+        if not (isinstance(error.__cause__, torch._dynamo.exc.Unsupported) and _install_output_hooks(model)):
             raise
     with capture_errors():
         return call()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lohan_fx import meta
 from lohan_fx.meta import Lane
 from lohan_fx.passes.annotate import at_hint
-from lohan_fx.passes.assign_buffers import into, is_assignable
+from lohan_fx.passes.assign_buffers import LEAST_BYTES, into, is_assignable
 
 FIRST_RUNS = 3
 ROUNDS = 5
@@ -151,7 +151,8 @@ def _runner(node: Node, device: torch.device) -> Callable[[], object]:
     args, kwargs = _mapped(node, real)
     args, kwargs = _numbers(args), _numbers(kwargs)
     op: Any = node.target
-    if is_assignable(node):  # else what is timed of a large value is the kernel clearing its pages
+    # As graphs do: else what is timed of a large value is the kernel clearing its pages.
+    if meta.cost(node).bytes >= LEAST_BYTES and is_assignable(node):
         op, args, kwargs = into(op, args, kwargs, _real(meta.value(node), device))
     return lambda: op(*args, **kwargs)
 

@@ -41,7 +41,8 @@ ALIGNMENT_BYTES = 64
 """Of what torch's allocator hands out for a processor."""
 _MAPPED_BYTES = 32 << 20
 """Blocks of more than this the C library maps anew each time, and unmaps: they leave no holes."""
-SIZES = (range(64 << 10, sys.maxsize), range(64 << 10, _MAPPED_BYTES + 1), range(1 << 20, _MAPPED_BYTES + 1))
+LEAST_BYTES = 64 << 10
+SIZES = (range(LEAST_BYTES, sys.maxsize), range(LEAST_BYTES, _MAPPED_BYTES + 1), range(1 << 20, _MAPPED_BYTES + 1))
 """Which values are assigned, by their bytes: of these the first with which there is room for the stretch, which stays
 whatever lives in it. Smaller values stay with the heap."""
 
