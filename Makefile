@@ -23,8 +23,8 @@ check: lint test
 wheel-check: $(INSTALLED)
 	tests/wheel_check.sh $(BIN)/python
 
-# torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes that nothing here
-# uses yet: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
+# torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes: without a GPU,
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0 setuptools
