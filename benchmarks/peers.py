@@ -26,7 +26,7 @@ from typing import Any
 
 from peer_harness import DEFAULT_PATH, INSTALLING, Harness, Trained, last_line, loaded, merged
 from peer_traffic import traffic
-from report import arguments, at_least_one, device_argument, finish, own_folder, profile, with_saved
+from report import arguments, at_least_one, device_argument, finish, name_on, own_folder, profile, with_saved
 from workload import cases_argument, numbered
 
 OURS = Path(__file__).with_name("peer_ours.py")
@@ -91,8 +91,6 @@ GPU_CASES = (
     Case(COMPUTE_BOUND, 1.0, "zero_offload", bars={"zero_offload": 1.0}),
 )
 """Beside a GPU traffic binds in all of them."""
-SAVED = {"cpu": "peers", "cuda": "peers_gpu"}
-"""The name of the result by device."""
 
 
 def parsed() -> argparse.Namespace:
@@ -236,8 +234,7 @@ def missed(case: Case, systems: Mapping[str, Any], ratios: Mapping[str, float]) 
         if peer in ratios and ratios[peer] < least
     ]
     peaks = {name: figures["peak_rss_bytes"] for name, figures in systems.items()}
-    limit = case.limit_bytes(peaks)
-    if case.bars and limit and peaks[NAME] > limit:
+    if case.bars and peaks[NAME] > (limit := case.limit_bytes(peaks)):
         found.append(f"{case}: peak RSS {peaks[NAME] / 1e9:.2f} GB, {limit / 1e9:.2f} allowed")
     return found
 
@@ -276,7 +273,7 @@ def main() -> None:
         rounds.run(hw)
         absent = [name for name in args.systems.split(",") if name not in systems]
         results = [{**found, "rounds": args.rounds, "not_installed": absent} for found in rounds.results()]
-    name = SAVED[args.device]
+    name = name_on(args.device, "peers")
     results = with_saved(name, results) if args.save else results
     finish(
         name,

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import workload
-from report import arguments, at_least_one, device_argument, finish, own_folder, profile, with_saved
+from report import arguments, at_least_one, device_argument, finish, name_on, own_folder, profile, with_saved
 from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
@@ -86,8 +86,6 @@ GPU_CASES = (
     Case("350m", 4, 512, "2GiB", "lohan", device_memory="2GiB"),
     Case("350m", 16, 512, "2GiB", "fuyou", device_memory="3GiB"),
 )
-SAVED = {"cpu": "prediction", "cuda": "prediction_gpu"}
-"""The name of the result by device."""
 LINKS = ("h2d", "d2h")
 """The lanes that copy between memories."""
 
@@ -261,7 +259,7 @@ def main() -> None:
                 print(f"round {number + 1}: {case}", file=sys.stderr, flush=True)
                 found[case].append(measured(case, args))
     cases = [judged(case, rounds) for case, rounds in found.items()]
-    name = SAVED[args.device]
+    name = name_on(args.device, "prediction")
     cases = with_saved(name, cases) if args.save else cases
     figures = {"cases": cases, "of_cases": len(cases_here)}
     finish(name, [_row(case) for case in cases], figures, _missed(cases), save=args.save)

@@ -41,6 +41,11 @@ def device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where all that is compared computes")
 
 
+def name_on(device: str, name: str) -> str:
+    """Of the result of the benchmark ``name`` on that ``--device``."""
+    return name if device == "cpu" else f"{name}_gpu"
+
+
 def at_least_one(given: str) -> int:
     """A number of rounds, steps or the like, as the type of an argument."""
     count = int(given)
@@ -71,12 +76,7 @@ def profile(args: argparse.Namespace, seconds: float = 12.0) -> lohan_fx.Hardwar
     """The profile that ``--hw`` names, or this machine's, measured now: of the processor, or of ``--device``."""
     if args.hw is not None:
         return lohan_fx.HardwareProfile.load(args.hw)
-    return lohan_fx.HardwareProfile.measure(nvme=[args.nvme], seconds=seconds, device=device_of(args))
-
-
-def device_of(args: argparse.Namespace) -> str:
-    """``--device`` where the benchmark takes one; the others compute on the CPU."""
-    return str(getattr(args, "device", "cpu"))
+    return lohan_fx.HardwareProfile.measure(nvme=[args.nvme], seconds=seconds, device=getattr(args, "device", "cpu"))
 
 
 def measured_by() -> dict[str, Any]:
@@ -88,14 +88,9 @@ def measured_by() -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": described.stdout.strip() or None,
-        "hardware": hardware(),
+        "hardware": {"cpu": platform.processor() or platform.machine(), "fingerprint": machine.fingerprint()},
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "lohan_fx": lohan_fx.__version__},
     }
-
-
-def hardware() -> dict[str, Any]:
-    found = {"cpu": platform.processor() or platform.machine(), "fingerprint": machine.fingerprint()}
-    return found | ({"gpu": machine.gpu_name()} if machine.gpu_name() else {})
 
 
 def with_saved(name: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

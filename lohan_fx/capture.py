@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -269,8 +269,7 @@ def _keep_metrics_quiet() -> None:
     """PyTorch 2.11 writes its settings as JSON for each graph, fails at functions among them, and prints a traceback of that."""
     utils: Any = torch._dynamo.utils
     try:
-        utils._get_dynamo_config_for_logging()
+        with suppress(AttributeError):  # of a version without it
+            utils._get_dynamo_config_for_logging()
     except TypeError:
         utils._get_dynamo_config_for_logging = lambda: None
-    except AttributeError:
-        return  # a version without it

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -456,13 +456,15 @@ _Part = TypeVar("_Part", ActivationPlan, ParameterPlan, Windows, Plan)
 def _checked(part: _Part) -> _Part:
     """``part``, whose counts are whole numbers from 0 on and whose names are text; else ``TypeError`` says which is not."""
     for item in dataclasses.fields(part):
-        value = getattr(part, item.name)
-        right = {
-            "int": type(value) is int and value >= 0, "str": isinstance(value, str), "bool": isinstance(value, bool),
-        }.get(str(item.type), True)  # fmt: skip
-        if not right:
-            raise TypeError(f"{type(part).__name__}.{item.name} is {value!r}: expected {_EXPECTED[str(item.type)]}")
+        value, kind = getattr(part, item.name), _KINDS.get(str(item.type))
+        if kind is not None and not kind[0](value):
+            raise TypeError(f"{type(part).__name__}.{item.name} is {value!r}: expected {kind[1]}")
     return part
 
 
-_EXPECTED = {"int": "a whole number, 0 or more", "str": "text", "bool": "true or false"}
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more"),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""Of a field's type: whether it may have a value, and what it may."""

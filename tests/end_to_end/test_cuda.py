@@ -214,7 +214,7 @@ def assert_decided(plan: Plan, decision: Decision | None) -> None:
 @pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])
 @pytest.mark.parametrize("case", [GPT2, LLAMA], ids=str)
 def test_bf16_is_its_recipe(case: Case, policy: str, streamed: Streamed) -> None:
-    """With other kernels than fp32: flash attention, and matmuls on tensor cores."""
+    """With other kernels than fp32: other fused attention (cuDNN's on an H200), and matmuls on tensor cores."""
     model = case.build()
     with streamed(model, torch.bfloat16, policy=policy):
         losses = train(model, lohan_fx.AdamW(model.parameters(), lr=LR), case)
