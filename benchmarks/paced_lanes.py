@@ -138,17 +138,16 @@ def paced() -> Iterator[None]:
     """The runtime's work takes as long as the rates say, while ``PACE.on``."""
 
     def of_bytes(rate: float) -> Callable[..., float]:
-        return lambda store, name, offset, buffer, nbytes: nbytes / rate
+        return lambda store, pieces, start, view, what: len(view) / rate
 
-    def copied(link: object, destination: torch.Tensor, source: torch.Tensor, after: object) -> float:
+    def copied(link: object, destination: torch.Tensor, source: torch.Tensor, after: object = None) -> float:
         return source.numel() * source.element_size() / LINK
 
-    copy = PACE.after(CpuLink.copy_in, copied)
     with (
-        mock.patch.object(NvmeStore, "read", PACE.after(NvmeStore.read, of_bytes(READ), turns=True)),
-        mock.patch.object(NvmeStore, "write", PACE.after(NvmeStore.write, of_bytes(WRITE), turns=True)),
-        mock.patch.object(CpuLink, "copy_in", copy),
-        mock.patch.object(CpuLink, "copy_out", copy),
+        mock.patch.object(NvmeStore, "read_pieces", PACE.after(NvmeStore.read_pieces, of_bytes(READ), turns=True)),
+        mock.patch.object(NvmeStore, "write_pieces", PACE.after(NvmeStore.write_pieces, of_bytes(WRITE), turns=True)),
+        mock.patch.object(CpuLink, "copy_in", PACE.after(CpuLink.copy_in, copied)),
+        mock.patch.object(CpuLink, "copy_out", PACE.after(CpuLink.copy_out, copied)),
         mock.patch.object(adam, "update", PACE.after(adam.update, lambda o, n, master, *_: master.numel() / ADAM)),
     ):
         yield
