@@ -56,9 +56,9 @@ def trace_step(ours: Streamed) -> tuple[list[Request], list[Event]]:
     originals: dict[str, Callable[..., Any]] = {"read": store.read_uncompared, "write": store.write}
 
     def spy(kind: str) -> Callable[..., Any]:
-        def call(name: str, offset: int, buffer: torch.Tensor, nbytes: int, *more: Any) -> Any:
+        def call(name: str, offset: int, buffer: torch.Tensor, nbytes: int, *more: Any, **at: int) -> Any:
             requests.append((kind, name, offset, nbytes))
-            return originals[kind](name, offset, buffer, nbytes, *more)
+            return originals[kind](name, offset, buffer, nbytes, *more, **at)
 
         return call
 

@@ -33,9 +33,10 @@ from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
-from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import SWAP_OUT_PRIORITY, Machine
+from lohan_fx.runtime.moments import Passing
 from lohan_fx.runtime.room import LEAST_BYTES
+from lohan_fx.runtime.state_buffer import cut
 
 
 @dataclass
@@ -149,7 +150,7 @@ class ActivationSwap:
         machine, (offset, nbytes) = self._machine, piece
         try:
             # Each thread has its own mind about autograd: what is copied here must not be on its record.
-            buffer = self._copy_out(away, _flat_bytes(moved.detach())[offset : offset + nbytes], after)
+            buffer = self._copy_out(away, cut(_flat_bytes(moved.detach()), offset, offset + nbytes), after)
         except BaseException as error:
             away.left.part_done(error)
             raise
@@ -169,8 +170,12 @@ class ActivationSwap:
     def _copy_out(self, away: _Swapped, source: torch.Tensor, after: Moment) -> Buffer | None:
         """Copy into the host region (None), or into the staging buffer that is returned."""
         machine = self._machine
-        buffer = None if away.region is not None else machine.pool.acquire("swap_out")
-        target = away.region.tensor if buffer is None else buffer.tensor[: source.numel()]  # type: ignore[union-attr]
+        buffer = None
+        if away.region is not None:
+            target = away.region.tensor
+        else:
+            buffer = machine.pool.acquire("swap_out")
+            target = buffer.first(source.numel(), torch.uint8)
         try:
             with machine.timeline.span("d2h", away.label, source.numel()):
                 machine.link.finish(machine.link.copy_out(target, source, after))
@@ -243,20 +248,22 @@ class ActivationSwap:
         back: Arrival,
         flat: torch.Tensor,
         in_place: bool,
-        passed: Work[None],
+        passing: Passing,
         offset: int,
         nbytes: int,
     ) -> None:
         """Start the way back of one piece, into its place in ``flat``."""
-        machine, destination = self._machine, flat[offset : offset + nbytes]
-        if away.region is not None:
-            copy_in(machine, back, destination, away.region.tensor, passed)
-            return
-        assert away.extent is not None
-        if in_place:
+        machine = self._machine
+        if in_place and away.region is None:
+            assert away.extent is not None
             read_in_place(machine, back, away.extent, offset, flat, nbytes)
+            return
+        destination = cut(flat, offset, offset + nbytes)
+        if away.region is not None:
+            copy_in(machine, back, destination, away.region.tensor, passing)
         else:
-            read_staged(machine, back, "swap_in", away.extent, offset, destination, passed)
+            assert away.extent is not None
+            read_staged(machine, back, "swap_in", away.extent, offset, destination, passing)
 
     def _abandon(self, key: int) -> None:
         """The handle died, and nobody fetched the tensor back.

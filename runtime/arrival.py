@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from lohan_fx.errors import LaneTimeout
 from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.gate import Gate
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, wait_hearing
 
 
@@ -27,10 +28,10 @@ class Arrival:
         self._parts = parts
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = Gate()
         self._callbacks: list[Callable[[], None]] = []
         if parts == 0:
-            self._done.set()
+            self._done.open()
 
     def part_done(self, error: BaseException | None = None, moment: Moment = None) -> None:
         """One part is there, or failed with ``error``. ``moment``: when its copy completes on its stream."""
@@ -41,7 +42,7 @@ class Arrival:
             self.moment = moment if moment is not None else self.moment
             if self._parts:
                 return
-            self._done.set()
+            self._done.open()
             callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
             call()
@@ -49,13 +50,13 @@ class Arrival:
     def then(self, call: Callable[[], None]) -> None:
         """``call()`` once settled, here and now if that has happened."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._done.is_open:
                 self._callbacks.append(call)
                 return
         call()
 
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._done.is_open
 
     @property
     def error(self) -> BaseException | None:

@@ -89,8 +89,7 @@ class ChunkUpdate:
         """The gradient, or None where only what is held is applied."""
         if self.gradient is None:
             return self.in_place
-        dtype = self.chunk.parameter.compute_dtype
-        return self.gradient.tensor[: self.chunk.elements * dtype.itemsize].view(dtype)
+        return self.gradient.first(self.chunk.elements, self.chunk.parameter.compute_dtype)
 
     def let_gradient_go(self) -> None:
         """Give up the gradient's memory. Idempotent."""
@@ -122,8 +121,8 @@ class ChunkUpdate:
         assert self.options is not None
         for part in states.parts(adam.part_elements()):
             gradient = states.gradient(arrived, part, self.factors)
-            moments = states.exp_avg[part], states.exp_avg_sq[part]
-            adam.update(self.options, self.steps_done, states.master[part], gradient, *moments)
+            master, *moments = states.updated(part)
+            adam.update(self.options, self.steps_done, master, gradient, *moments)
             if self.kept is not Kept.STATES:
                 states.make_compute_copy(machine.link, part)
 

@@ -27,6 +27,7 @@ class DeviceLink(Protocol):
     def mark(self) -> Moment: ...
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Moment: ...
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment: ...
+    def has_come(self, moment: Moment) -> bool: ...
     def finish(self, moment: Moment) -> None: ...
     def order_after(self, moment: Moment) -> None: ...
 
@@ -49,6 +50,9 @@ class CpuLink:
 
     def copy_out(self, destination: torch.Tensor, source: torch.Tensor, after: Moment) -> Moment:
         destination.copy_(source)
+
+    def has_come(self, moment: Moment) -> bool:
+        return moment is None
 
     def finish(self, moment: Moment) -> None:
         return None
@@ -89,6 +93,9 @@ class CudaLink:
                 stream.wait_event(after)
             destination.copy_(source, non_blocking=True)
             return stream.record_event()
+
+    def has_come(self, moment: Moment) -> bool:
+        return moment is None or bool(moment.query())
 
     def finish(self, moment: Moment) -> None:
         if moment is not None:

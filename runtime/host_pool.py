@@ -22,10 +22,10 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -36,6 +36,10 @@ from lohan_fx.runtime.pinned_memory import pin as pin_memory
 from lohan_fx.runtime.pinned_memory import unpin
 
 __all__ = ["PAGE_BYTES", "Buffer", "HostPool", "Reservation", "page_padded_bytes"]
+
+T = TypeVar("T")
+KEPT_VIEWS = 4
+"""Of one buffer: most transfers are as large as windows let them be, the last ones of tensors are of a few other sizes."""
 
 
 def page_padded_bytes(nbytes: int) -> int:
@@ -51,16 +55,29 @@ class Reservation:
     bytes_each: int
 
 
+class _Memory:
+    """The bytes of one buffer, and what ``Buffer.views`` keeps of them. Made once: each tensor that is made or dies lets the
+    interpreter go, which to get back beside other threads may take longer than all else that a transfer does (docs/0043)."""
+
+    __slots__ = ("tensor", "views")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.views: dict[Hashable, Any] = {}
+
+
 @dataclass
 class _Shelf:
-    """The buffers of one purpose: ``free`` holds the indices of those not handed out, the next one last; ``asking``
-    those who get the next ones, which a thread is handing out while ``serving``."""
+    """The buffers of one purpose: ``free`` holds the indices of those not handed out, the next one last; ``memory`` the
+    bytes of those that ever were, by index; ``asking`` those who get the next ones, which a thread is handing out while
+    ``serving``."""
 
     offset_bytes: int
     bytes_each: int
     count: int
     free: list[int]
     peak: int = 0
+    memory: dict[int, _Memory] = field(default_factory=dict)
     asking: deque[Callable[[Buffer], None]] = field(default_factory=deque)
     serving: bool = False
 
@@ -72,18 +89,37 @@ class _Shelf:
 class Buffer:
     """A buffer of the pool, the holder's alone until ``release``; leaving a ``with`` block releases it."""
 
-    def __init__(self, pool: HostPool, purpose: str, index: int, tensor: torch.Tensor) -> None:
+    __slots__ = ("_index", "_memory", "_pool", "purpose")
+
+    def __init__(self, pool: HostPool, purpose: str, index: int, memory: _Memory) -> None:
         self.purpose = purpose
         self._pool = pool
         self._index = index
-        self._tensor: torch.Tensor | None = tensor
+        self._memory: _Memory | None = memory
 
     @property
     def tensor(self) -> torch.Tensor:
         """1-D uint8 view of the buffer's whole pages. Raises ``LohanError`` after ``release``."""
-        if self._tensor is None:
+        return self._there().tensor
+
+    def views(self, key: Hashable, make: Callable[[torch.Tensor], T]) -> T:
+        """``make(tensor)``, views of the buffer that are made once for all who have it and ask by the same ``key``."""
+        memory = self._there()
+        found = memory.views.get(key)
+        if found is None:
+            if len(memory.views) >= KEPT_VIEWS:
+                memory.views.clear()
+            found = memory.views[key] = make(memory.tensor)
+        return cast(T, found)
+
+    def first(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first ``elements`` of the buffer as ``dtype``, 1-D."""
+        return self.views((elements, dtype), lambda tensor: tensor[: elements * dtype.itemsize].view(dtype))
+
+    def _there(self) -> _Memory:
+        if self._memory is None:
             raise LohanError(f"this {self.purpose!r} buffer was released and may be another's now; acquire one anew")
-        return self._tensor
+        return self._memory
 
     def release(self) -> None:
         """Hand the buffer back; views taken of it must not be used any more. Raises ``LohanError`` if done twice."""
@@ -192,6 +228,8 @@ class HostPool:
             if out and not force:
                 raise LohanError(f"HostPool.close: buffers are still out: {out}; release them or pass force=True")
             region, self._region = self._region, None
+            for shelf in self._shelves.values():
+                shelf.memory.clear()
             self._changed.notify_all()
         if self._pinned:
             unpin(self._address)
@@ -218,19 +256,19 @@ class HostPool:
             raise LohanError(f"cannot acquire a {purpose!r} buffer: the host pool is closed")
         index = shelf.free.pop()
         shelf.peak = max(shelf.peak, shelf.in_use)
-        tensor = torch.frombuffer(
-            self._region,
-            dtype=torch.uint8,
-            count=shelf.bytes_each,
-            offset=self._begin + shelf.offset_bytes + index * shelf.bytes_each,
-        )
-        return Buffer(self, purpose, index, tensor)
+        memory = shelf.memory.get(index)
+        if memory is None:
+            offset = self._begin + shelf.offset_bytes + index * shelf.bytes_each
+            memory = shelf.memory[index] = _Memory(
+                torch.frombuffer(self._region, dtype=torch.uint8, count=shelf.bytes_each, offset=offset)
+            )
+        return Buffer(self, purpose, index, memory)
 
     def _take_back(self, buffer: Buffer) -> None:
         with self._changed:
-            if buffer._tensor is None:
+            if buffer._memory is None:
                 raise LohanError(f"this {buffer.purpose!r} buffer was released before; release each buffer once")
-            buffer._tensor = None
+            buffer._memory = None
             shelf = self._shelves[buffer.purpose]
             shelf.free.append(buffer._index)
             self._changed.notify_all()

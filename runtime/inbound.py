@@ -13,8 +13,8 @@ import torch
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
+from lohan_fx.runtime.moments import Passing
 
 
 def read_in_place(
@@ -24,7 +24,7 @@ def read_in_place(
 
     def read() -> None:
         try:
-            machine.read(extent, offset, memory[offset:], nbytes)
+            machine.read(extent, offset, memory, nbytes, at=offset)
         except BaseException as error:
             arrival.part_done(error)
             raise
@@ -40,10 +40,12 @@ def read_staged(
     extent: str,
     offset: int,
     destination: torch.Tensor,
-    passed: Work[None],
+    passing: Passing,
 ) -> None:
-    """Read as much of ``extent`` as ``destination`` holds into a buffer of ``purpose``, and copy it in once ``passed``."""
-    nbytes = destination.numel()
+    """Read as much of ``extent`` as ``destination`` holds into a buffer of ``purpose``, and copy it in once the device is past
+    ``passing``."""
+    elements, dtype = destination.numel(), destination.dtype
+    nbytes = elements * dtype.itemsize
 
     def read(buffer: Buffer) -> None:
         try:
@@ -52,7 +54,7 @@ def read_staged(
             buffer.release()
             arrival.part_done(error)
             raise
-        copy_in(machine, arrival, destination, buffer.tensor[:nbytes], passed, buffer.release)
+        copy_in(machine, arrival, destination, buffer.first(elements, dtype), passing, buffer.release)
 
     machine.read_staged(purpose, arrival.label, read, arrival.part_done)
 
@@ -62,10 +64,11 @@ def copy_in(
     arrival: Arrival,
     destination: torch.Tensor,
     source: torch.Tensor,
-    passed: Work[None],
+    passing: Passing,
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy ``source``, in host memory, to ``destination`` once ``passed``; then, or where that fails, ``release()``."""
+    """Copy ``source``, in host memory, to ``destination``, which is as large, once the device is past ``passing``; then, or
+    where that fails, ``release()``."""
 
     def failed(error: BaseException) -> None:
         release()
@@ -74,7 +77,7 @@ def copy_in(
     def copy() -> None:
         moment: Moment = None
         try:
-            with machine.timeline.span("h2d", arrival.label, source.numel()):
+            with machine.timeline.span("h2d", arrival.label, source.numel() * source.element_size()):
                 moment = machine.link.copy_in(destination, source)
                 machine.link.finish(moment)
         except BaseException as error:
@@ -83,7 +86,7 @@ def copy_in(
         release()
         arrival.part_done(moment=moment)
 
-    machine.copy_in(passed, copy, arrival.label, failed)
+    machine.copy_in(passing, copy, arrival.label, failed)
 
 
 def wait_for(machine: Machine, arrival: Arrival, value: torch.Tensor) -> None:

@@ -24,11 +24,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 from lohan_fx.errors import LaneTimeout, LohanError, describe_timeouts_with
+from lohan_fx.runtime.gate import Gate
 from lohan_fx.runtime.timeline import Timeline
 
 T = TypeVar("T")
@@ -59,11 +60,13 @@ def wait_hearing(wait: Callable[[float], bool], timeout_s: float) -> bool:
 class Work(Generic[T]):
     """The result of a submitted job, there or still to come."""
 
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_started", "_value", "label", "lane")
+
     def __init__(self, *, label: str, lane: str) -> None:
         self.label = label
         self.lane = lane
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = Gate()
         self._started = False
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -90,7 +93,7 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
-        return self._done.is_set()
+        return self._done.is_open
 
     def add_done_callback(self, fn: Callable[[Work[T]], object]) -> None:
         """Call ``fn(self)`` once settled: on the settling thread, or here and now if that has happened.
@@ -98,7 +101,7 @@ class Work(Generic[T]):
         A callback must not block on this work's lane. What it raises is logged, since nobody waits for it.
         """
         with self._lock:
-            if not self._done.is_set():
+            if not self._done.is_open:
                 self._callbacks.append(fn)
                 return
         self._call(fn)
@@ -112,9 +115,9 @@ class Work(Generic[T]):
         self._settle()
 
     def _settle(self) -> None:
-        # Under the lock a callback is either in the list taken here, or its adder sees the event set: never lost.
+        # Under the lock a callback is either in the list taken here, or its adder sees the gate open: never lost.
         with self._lock:
-            self._done.set()
+            self._done.open()
             callbacks, self._callbacks = self._callbacks, []
         for fn in callbacks:
             self._call(fn)
@@ -126,14 +129,16 @@ class Work(Generic[T]):
             _LOG.exception("a done-callback of %r on lane %r failed", self.label, self.lane)
 
 
-@dataclass(order=True)
 class _Job:
-    priority: int
-    sequence: int
-    fn: Callable[[], Any] = field(compare=False)
-    nbytes: int = field(compare=False)
-    work: Work[Any] = field(compare=False)
-    started_s: float = field(default=0.0, compare=False)
+    """A submitted function and who hears of its end."""
+
+    __slots__ = ("fn", "nbytes", "started_s", "work")
+
+    def __init__(self, fn: Callable[[], Any], nbytes: int, work: Work[Any]) -> None:
+        self.fn = fn
+        self.nbytes = nbytes
+        self.work = work
+        self.started_s = 0.0
 
 
 class Lane:
@@ -156,12 +161,11 @@ class Lane:
         self.name = name
         self._timeline = timeline
         self._initializer = initializer
-        # One lock, and one condition per kind of sleeper: a job must wake one worker, not all of them and the drainers.
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._queued = threading.Condition(lock)
-        self._queue: list[_Job] = []
+        self._changed = threading.Condition()  # of who drains: a job wakes one worker, and nobody else
+        self._queue: list[tuple[int, int, _Job]] = []  # by priority, and then as they came
         self._sequence = itertools.count()
+        self._asleep = 0  # at least so many workers look at the queue again where each takes one ``_wake``
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._running: dict[threading.Thread, _Job] = {}
         self._closed = False
         starts: list[Work[None]] = [Work(label=f"start of worker {i}", lane=name) for i in range(threads)]
@@ -189,8 +193,11 @@ class Lane:
         with self._changed:
             if self._closed:
                 raise LohanError(f"lane {self.name!r} is closed: cannot submit {label!r}; submit before close()")
-            heapq.heappush(self._queue, _Job(priority, next(self._sequence), fn, nbytes, work))
-            self._queued.notify()
+            heapq.heappush(self._queue, (priority, next(self._sequence), _Job(fn, nbytes, work)))
+            if self._asleep:
+                # In this order: an interrupt between the two makes a worker look once in vain, and not sleep on.
+                self._wake.put(None)
+                self._asleep -= 1
         return work
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -213,8 +220,9 @@ class Lane:
             self._closed = True
             queued, self._queue = sorted(self._queue), []
             self._changed.notify_all()
-            self._queued.notify_all()
-        for job in queued:
+            for _ in self._threads:
+                self._wake.put(None)
+        for _, _, job in queued:
             job.work._fail(LohanError(f"lane closed: {job.work.label!r} was still queued on lane {self.name!r}"))
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -250,7 +258,7 @@ class Lane:
             yield f"  {worker.name} has been running {job.work.label!r} for {now_s - job.started_s:.1f} s"
         queued = sorted(self._queue.copy())
         if queued:
-            named = ", ".join(repr(job.work.label) for job in queued[:SHOWN_QUEUED])
+            named = ", ".join(repr(job.work.label) for _, _, job in queued[:SHOWN_QUEUED])
             yield f"  {len(queued)} queued on {self.name!r}: {named}{', ...' if len(queued) > SHOWN_QUEUED else ''}"
 
     def _serve(self, started: Work[None]) -> None:
@@ -267,28 +275,30 @@ class Lane:
             del job
 
     def _next_job(self) -> _Job | None:
-        with self._changed:
+        while True:
+            with self._changed:
+                if self._queue:
+                    job = heapq.heappop(self._queue)[2]
+                    job.started_s = time.perf_counter()
+                    # Marked in the same critical section that takes it from the queue, so drain never sees neither.
+                    self._running[threading.current_thread()] = job
+                    job.work._started = True
+                    return job
+                if self._closed:
+                    return None
+                self._asleep += 1
             # No timeout: this is the idle state of a daemon, and close() always wakes it.
-            self._queued.wait_for(lambda: bool(self._queue) or self._closed)
-            if not self._queue:
-                return None
-            job = heapq.heappop(self._queue)
-            job.started_s = time.perf_counter()
-            # Marked in the same critical section that takes it from the queue, so drain never sees neither.
-            self._running[threading.current_thread()] = job
-            job.work._started = True
-            return job
+            self._wake.get()
 
     def _run(self, job: _Job) -> None:
-        start_s = time.perf_counter()
         try:
             value = job.fn()
         except BaseException as error:  # also SystemExit: it belongs to the waiter, and a worker must survive it
-            self._record(job, start_s, moved_bytes=0)
+            self._record(job, moved_bytes=0)
             error.add_note(f"raised by job {job.work.label!r} on lane {self.name!r}")
             job.work._fail(error)
         else:
-            self._record(job, start_s, moved_bytes=job.nbytes)
+            self._record(job, moved_bytes=job.nbytes)
             job.work._finish(value)
         finally:
             with self._changed:
@@ -296,10 +306,10 @@ class Lane:
                 if not self._running and not self._queue:
                     self._changed.notify_all()
 
-    def _record(self, job: _Job, start_s: float, *, moved_bytes: int) -> None:
+    def _record(self, job: _Job, *, moved_bytes: int) -> None:
         """Before the job is settled, so that whoever waited for it finds it counted."""
         if self._timeline is not None:
-            self._timeline.record(self.name, job.work.label, start_s, time.perf_counter(), moved_bytes)
+            self._timeline.record(self.name, job.work.label, job.started_s, time.perf_counter(), moved_bytes)
 
 
 def _lanes_now() -> Iterator[str]:

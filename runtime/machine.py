@@ -15,6 +15,7 @@ from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
+from lohan_fx.runtime.moments import Moments, Passing
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
@@ -30,7 +31,6 @@ SSD_THREADS = 3
 """Per drive: as many requests at a time."""
 OTHER_THREADS = 2
 """Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
-PASSED: Work[None] = Work.completed(None)
 
 
 @dataclass
@@ -52,14 +52,17 @@ class Machine:
     """Whether the thread that updates a chunk finds its checksums too, while the chunk is in its cache: where it is the only one.
     Beside a GPU an update has many threads, and so have checksums: those of the drives."""
 
+    def __post_init__(self) -> None:
+        self._moments = Moments(self.moments)
+
     @property
     def device(self) -> torch.device:
         return self.link.device
 
-    def read(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
+    def read(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int, *, at: int = 0) -> None:
         """``store.read``, on the clock of the ssd lane."""
         with self.timeline.span("ssd", f"read {extent}", nbytes):
-            self.store.read(extent, offset, buffer, nbytes)
+            self.store.read(extent, offset, buffer, nbytes, at=at)
 
     def read_to_update(self, extent: str, offset: int, buffer: torch.Tensor, nbytes: int) -> list[Compare]:
         """``read``; what is left to call before an update uses the bytes."""
@@ -103,17 +106,15 @@ class Machine:
 
         self.pool.when_free(purpose, submit)
 
-    def passing(self) -> Work[None]:
-        """Done once the device has done all that this thread has asked it for; on a CPU it has."""
-        moment = self.link.mark()
-        if moment is None:
-            return PASSED
-        return self.moments.submit(functools.partial(self.link.finish, moment), label="what the device was asked for")
+    def passing(self) -> Passing:
+        """When the device will have done all that this thread has asked it for; on a CPU it has."""
+        return self._moments.after(self.link)
 
     def copy_in(
-        self, passed: Work[None], copy: Callable[[], None], label: str, failed: Callable[[BaseException], None]
+        self, passing: Passing, copy: Callable[[], None], label: str, failed: Callable[[BaseException], None]
     ) -> None:
-        """``copy()`` on the h2d lane once ``passed``: where it goes may be in use until then. Or ``failed(error)``.
+        """``copy()`` on the h2d lane once the device is past that moment: where it goes may be in use until then. Or
+        ``failed(error)``.
 
         The lane does not wait for that: a copy that is early would hold up those behind it that are not, and with the
         buffers that these hold the drives.
@@ -126,7 +127,10 @@ class Machine:
             except BaseException as error:
                 failed(error)
 
-        passed.add_done_callback(submit)
+        try:
+            self._moments.then(self.link, passing, submit)
+        except BaseException as error:
+            failed(error)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until nothing is under way; in the order in which lanes hand jobs on."""

@@ -250,21 +250,24 @@ class NvmeStore:
         }
         self._extents.add(kept)
 
-    def read(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> None:
-        """Fill ``buffer`` with ``nbytes`` of extent ``name`` from ``offset`` on, and on to the end of the last page.
+    def read(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int, *, at: int = 0) -> None:
+        """Fill ``buffer``, from its byte ``at`` on, with ``nbytes`` of extent ``name`` from ``offset`` on, and on to the end of
+        the last page.
 
         ``offset`` is a multiple of 4096; ``buffer`` a contiguous uint8 CPU tensor with room for ``nbytes`` rounded up
         to 4096, page-aligned where the files are direct. Raises ``ValueError`` otherwise, ``StoreError`` if I/O fails.
         """
-        for compare in self.read_uncompared(name, offset, buffer, nbytes):
+        for compare in self.read_uncompared(name, offset, buffer, nbytes, at=at):
             compare()
 
-    def read_uncompared(self, name: str, offset: int, buffer: torch.Tensor, nbytes: int) -> list[Compare]:
+    def read_uncompared(
+        self, name: str, offset: int, buffer: torch.Tensor, nbytes: int, *, at: int = 0
+    ) -> list[Compare]:
         """``read``, but with checkpoints what was read may not be used before all that is returned has been called.
 
         For who uses ``buffer`` next, on another thread: a checksum takes less time where a cache has it (docs/0040).
         """
-        extent, view, what = self._asked("reading", name, offset, buffer, nbytes)
+        extent, view, what = self._asked("reading", name, offset, buffer, nbytes, at)
         with self._call(what):
             return self._in_time(lambda: self._read(extent, name, offset, view, what), what)
 
@@ -379,9 +382,9 @@ class NvmeStore:
         file.close(remove=self._remove and not (self._generations is not None and self._generations.may_be_needed))
 
     def _asked(
-        self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int
+        self, verb: str, name: str, offset: int, buffer: torch.Tensor, nbytes: int, at: int = 0
     ) -> tuple[Extent, memoryview, str]:
         """Checks the arguments; the extent, the memory in whole pages, and the request in words."""
         what = f"{verb} {nbytes} bytes at {offset} of extent {name!r}"
         extent = self._extents.asked(name, offset, nbytes, what)
-        return extent, memory_of(buffer, page_padded_bytes(nbytes), what, aligned=self._direct), what
+        return extent, memory_of(buffer, page_padded_bytes(nbytes), what, aligned=self._direct, at=at), what

@@ -29,7 +29,7 @@ from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, Purpose
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
-from lohan_fx.runtime.state_buffer import StateBuffer
+from lohan_fx.runtime.state_buffer import StateBuffer, cut
 
 
 class OutOfCoreOptimizer:
@@ -111,7 +111,8 @@ class OutOfCoreOptimizer:
             with self._machine.pool.acquire("compute") as buffer:
                 resident = self._residency[job.chunk.parameter.slot]
                 job.states = StateBuffer(buffer, job.chunk, resident, job.held, updates=job.updates, adds=job.adds)
-                arrived = None if flat is None else flat[job.chunk.start : job.chunk.start + job.chunk.elements]
+                end = job.chunk.start + job.chunk.elements
+                arrived = None if flat is None else cut(flat, job.chunk.start, end)
                 job.compute(self._machine, arrived)
 
     def _jobs(self, parameter: ParameterSlot, purpose: Purpose, options: AdamOptions | None) -> list[ChunkUpdate]:
@@ -237,18 +238,18 @@ class OutOfCoreOptimizer:
         flat = _flat(gradient)
         for job in jobs:
             with self._chunks.finished_if_failing(job):
-                job.in_place, job.left = flat[job.chunk.start : job.chunk.start + job.chunk.elements], left
+                job.in_place, job.left = cut(flat, job.chunk.start, job.chunk.start + job.chunk.elements), left
                 self._chunks.arrive(job)
 
     def _leave(self, job: ChunkUpdate, flat: torch.Tensor, after: Moment, left: Countdown) -> None:
         machine, label = self._machine, f"gradient of {job.chunk.parameter.name}"
-        source = flat[job.chunk.start : job.chunk.start + job.chunk.elements]
+        source = cut(flat, job.chunk.start, job.chunk.start + job.chunk.elements)
         with self._chunks.finished_if_failing(job):
             try:
                 job.gradient = machine.pool.acquire("gradients")
                 nbytes = source.numel() * source.element_size()
                 with machine.timeline.span("d2h", label, nbytes):
-                    target = job.gradient.tensor[:nbytes].view(source.dtype)
+                    target = job.gradient.first(source.numel(), source.dtype)
                     machine.link.finish(machine.link.copy_out(target, source, after))
             finally:
                 left.one_less()

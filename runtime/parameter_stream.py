@@ -22,6 +22,7 @@ from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_f
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
+from lohan_fx.runtime.state_buffer import cut
 
 PATIENCE_S = 3600.0
 """How long to wait for a parameter whose update stands at the end of a whole step's queue."""
@@ -85,15 +86,16 @@ class ParameterStream:
         """The value on the device, and what starts the copies to it, from host memory or by way of it."""
         machine = self._machine
         with torch.inference_mode(False):  # a lane, which is in no such mode, writes it
-            value = torch.empty(parameter.shape, dtype=parameter.compute_dtype, device=machine.device)
-        flat = value.view(-1).view(torch.uint8) if parameter.numel else value
-        passed = machine.passing()
+            flat = torch.empty(parameter.numel, dtype=parameter.compute_dtype, device=machine.device)
+            value = flat.view(parameter.shape)
+        passing = machine.passing()
         if resident.compute is not None:
-            source = resident.compute.view(torch.uint8)
-            return value, [functools.partial(copy_in, machine, arrival, flat, source, passed)]
+            return value, [functools.partial(copy_in, machine, arrival, flat, resident.compute, passing)]
         read = functools.partial(read_staged, machine, arrival, "fetch", parameter.streamed_extent)
+        each = parameter.compute_dtype.itemsize
         return value, [
-            functools.partial(read, offset, flat[offset : offset + nbytes], passed) for offset, nbytes in pieces
+            functools.partial(read, offset, cut(flat, offset // each, (offset + nbytes) // each), passing)
+            for offset, nbytes in pieces
         ]
 
 

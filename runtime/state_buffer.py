@@ -49,6 +49,29 @@ def states_bytes(windows: Windows) -> int:
     return large + small_buffers(windows) * buffer_bytes(SMALL_ELEMENTS)
 
 
+def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Those elements of a 1-D ``tensor``; itself where they are all, as no tensor need be made then."""
+    return tensor if start == 0 and end == tensor.numel() else tensor[start:end]
+
+
+class _Arrays:
+    """The arrays of a chunk of ``elements`` in a pool buffer: tensors that are made once for all chunks of that size."""
+
+    def __init__(self, buffer: torch.Tensor, elements: int, padded: int) -> None:
+        self.bytes = [buffer[index * padded : (index + 1) * padded] for index in range(ARRAYS)]
+        self.moments = buffer[padded : 3 * padded]
+        self._elements = elements
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def typed(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """Array ``index`` as elements of ``dtype``."""
+        found = self._typed.get((index, dtype))
+        if found is None:
+            found = self.bytes[index][: self._elements * dtype.itemsize].view(dtype)
+            self._typed[index, dtype] = found
+        return found
+
+
 class StateBuffer:
     """The arrays of ``chunk``, in ``buffer`` or resident.
 
@@ -65,20 +88,18 @@ class StateBuffer:
         self._held = held
         self._updates = updates
         self._adds = adds
+        elements, padded = chunk.elements, chunk.padded_bytes
+        self._arrays = buffer.views((_Arrays, elements), lambda tensor: _Arrays(tensor, elements, padded))
         self.master = self._place(0, resident.master)
         self.exp_avg = self._place(1, resident.exp_avg)
         self.exp_avg_sq = self._place(2, resident.exp_avg_sq)
         self._gradient = self._place(3, None)
 
-    def _bytes(self, index: int) -> torch.Tensor:
-        padded = self._chunk.padded_bytes
-        return self.buffer.tensor[index * padded : (index + 1) * padded]
-
     def _place(self, index: int, resident: torch.Tensor | None) -> torch.Tensor:
-        start, elements = self._chunk.start, self._chunk.elements
+        start = self._chunk.start
         if resident is not None:
-            return resident[start : start + elements]
-        return self._bytes(index).view(STATE_DTYPE)[:elements]
+            return cut(resident, start, start + self._chunk.elements)
+        return self._arrays.typed(index, STATE_DTYPE)
 
     def to_read(self) -> list[Movement]:
         """What must be read before ``sum_gradient`` or the update."""
@@ -86,8 +107,8 @@ class StateBuffer:
         found: list[Movement] = []
         if self._updates and self._resident.master is None:
             nbytes = chunk.elements * STATE_DTYPE.itemsize
-            found.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))
-            found.append((parameter.moments_extent, chunk.moments_offset, self._moments(), 2 * chunk.padded_bytes))
+            found.append((parameter.master_extent, chunk.master_offset, self._arrays.bytes[0], nbytes))
+            found.append((parameter.moments_extent, chunk.moments_offset, self._arrays.moments, 2 * chunk.padded_bytes))
         if self._adds:
             found += self._held_away()
         return found
@@ -100,17 +121,13 @@ class StateBuffer:
             return []
         nbytes = chunk.elements * held.dtype.itemsize
         offset = chunk.gradient_offset(held.dtype)
-        return [(chunk.parameter.gradient_extent, offset, self._bytes(self._sum_index(held)), nbytes)]
+        return [(chunk.parameter.gradient_extent, offset, self._arrays.bytes[self._sum_index(held)], nbytes)]
 
     @staticmethod
     def _sum_index(held: Held | None) -> int:
         """Which array of the buffer a sum is in that is not in memory: one that is no fp32 sum lies where the compute copy
         will, because the fp32 gradient is made from it."""
         return 3 if held is None or held.dtype == STATE_DTYPE else 4
-
-    def _moments(self) -> torch.Tensor:
-        padded = self._chunk.padded_bytes
-        return self.buffer.tensor[padded : 3 * padded]
 
     def parts(self, elements: int) -> Iterator[slice]:
         """The chunk in parts of so many elements; whole, where any of it is on a GPU."""
@@ -122,9 +139,10 @@ class StateBuffer:
 
     def sum_gradient(self, arrived: torch.Tensor | None, part: slice = WHOLE) -> torch.Tensor:
         """What is held of ``part`` plus what ``arrived``, summed where it is held, in order of arrival."""
-        total = self._sum()[part]
+        total = self._of(self._sum(), part)
         if arrived is not None:
-            return total.add_(arrived[part]) if self._adds else total.copy_(arrived[part])
+            more = self._of(arrived, part)
+            return total.add_(more) if self._adds else total.copy_(more)
         assert self._adds, "nothing is held and nothing arrived"
         return total
 
@@ -135,42 +153,46 @@ class StateBuffer:
             total = self.sum_gradient(arrived, part)
         else:
             assert arrived is not None, "nothing is held and nothing arrived"
-            total = arrived[part]
+            total = self._of(arrived, part)
         if total.dtype == STATE_DTYPE and not factors:
             return total
         near = total.device == self._gradient.device
         # The same memory for each part: it stays in a cache, and what was there of parts before is done with.
-        found = self._gradient[: total.numel()].copy_(total) if near else total.to(STATE_DTYPE, copy=True)
+        found = cut(self._gradient, 0, total.numel()).copy_(total) if near else total.to(STATE_DTYPE, copy=True)
         for factor in factors:
             found.mul_(factor)
         return found
 
     def _sum(self) -> torch.Tensor:
-        start, elements, held = self._chunk.start, self._chunk.elements, self._held
+        start, held = self._chunk.start, self._held
         if held is not None and held.memory is not None:
-            return held.memory[start : start + elements]
-        dtype = STATE_DTYPE if held is None else held.dtype
-        return self._bytes(self._sum_index(held))[: elements * dtype.itemsize].view(dtype)
+            return cut(held.memory, start, start + self._chunk.elements)
+        return self._arrays.typed(self._sum_index(held), STATE_DTYPE if held is None else held.dtype)
+
+    def _of(self, array: torch.Tensor, part: slice) -> torch.Tensor:
+        """``part`` of an array of the whole chunk."""
+        return cut(array, *part.indices(self._chunk.elements)[:2])
+
+    def updated(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What an update of ``part`` changes: master, first and second moment."""
+        return self._of(self.master, part), self._of(self.exp_avg, part), self._of(self.exp_avg_sq, part)
 
     def make_compute_copy(self, link: DeviceLink, part: slice) -> None:
         """Cast ``part`` of the updated master to the compute dtype, into the resident copy or into the buffer."""
-        start, elements = self._chunk.start, self._chunk.elements
-        compute, master = self._resident.compute, self.master[part]
+        start = self._chunk.start
+        compute, master = self._resident.compute, self._of(self.master, part)
         if compute is not None:
-            target = compute[start : start + elements][part]
+            target = self._of(cut(compute, start, start + self._chunk.elements), part)
             if target.data_ptr() == master.data_ptr():
                 return
             if compute.device.type == "cpu" or compute.device == master.device:
                 target.copy_(master)
             else:
-                staged = self._compute_bytes().view(target.dtype)[part]
+                staged = self._of(self._arrays.typed(4, target.dtype), part)
                 staged.copy_(master)
                 link.finish(link.copy_in(target, staged))
         elif not self._chunk.parameter.is_master:
-            self._compute_bytes().view(self._chunk.parameter.compute_dtype)[part].copy_(master)
-
-    def _compute_bytes(self) -> torch.Tensor:
-        return self._bytes(4)[: self._chunk.elements * self._chunk.parameter.compute_dtype.itemsize]
+            self._of(self._arrays.typed(4, self._chunk.parameter.compute_dtype), part).copy_(master)
 
     def to_write(self) -> tuple[list[Movement], list[Movement]]:
         """What must be written after the update, states and compute-dtype copy; or after a sum that is held."""
@@ -180,15 +202,17 @@ class StateBuffer:
             return self._held_away(), []
         states: list[Movement] = []
         if resident.master is None:
-            states.append((parameter.master_extent, chunk.master_offset, self._bytes(0), nbytes))
-            states.append((parameter.moments_extent, chunk.moments_offset, self._moments(), 2 * chunk.padded_bytes))
+            states.append((parameter.master_extent, chunk.master_offset, self._arrays.bytes[0], nbytes))
+            states.append(
+                (parameter.moments_extent, chunk.moments_offset, self._arrays.moments, 2 * chunk.padded_bytes)
+            )
         streamed = resident.compute is None and not (parameter.is_master and resident.master is None)
         if not streamed:
             return states, []
         # A resident master of the compute dtype is not in the buffer yet; copied, it gets page alignment too.
-        source = self._bytes(4)
         if parameter.is_master:
-            source.view(STATE_DTYPE)[: chunk.elements].copy_(self.master)
+            self._arrays.typed(4, STATE_DTYPE).copy_(self.master)
+        source = self._arrays.bytes[4]
         return states, [(parameter.streamed_extent, chunk.streamed_offset, source, self._compute_length())]
 
     def _compute_length(self) -> int:

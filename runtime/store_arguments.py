@@ -20,16 +20,17 @@ from lohan_fx.runtime.store_file import StoreFile
 _LOG = logging.getLogger(__name__)
 
 
-def memory_of(buffer: torch.Tensor, length: int, what: str, *, aligned: bool) -> memoryview:
-    """The first ``length`` bytes of ``buffer`` itself; valid while the caller holds the tensor."""
+def memory_of(buffer: torch.Tensor, length: int, what: str, *, aligned: bool, at: int = 0) -> memoryview:
+    """``length`` bytes of ``buffer`` itself from byte ``at`` on; valid while the caller holds the tensor."""
     if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
         raise ValueError(
             f"{what}: the buffer is a {'' if buffer.is_contiguous() else 'non-'}contiguous {buffer.dtype} tensor on "
             f"{buffer.device}; pass a contiguous torch.uint8 tensor on cpu"
         )
-    if buffer.numel() < length:
-        raise ValueError(f"{what}: whole pages need a buffer of {length} bytes, this one has {buffer.numel()}")
-    address = buffer.data_ptr()
+    if not 0 <= at <= buffer.numel() - length:
+        has = f"this one has {buffer.numel()}" + (f", from byte {at} on" if at else "")
+        raise ValueError(f"{what}: whole pages need a buffer of {length} bytes, {has}")
+    address = buffer.data_ptr() + at
     if aligned and address % PAGE_BYTES:
         raise ValueError(
             f"{what}: O_DIRECT needs a page-aligned buffer, this one is at {address:#x}; take it from the HostPool"

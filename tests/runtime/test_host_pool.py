@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx.errors import LaneTimeout, LohanError
-from lohan_fx.runtime.host_pool import PAGE_BYTES, Buffer, HostPool, Reservation, page_padded_bytes
+from lohan_fx.runtime.host_pool import KEPT_VIEWS, PAGE_BYTES, Buffer, HostPool, Reservation, page_padded_bytes
 from tests.runtime.rig import FakeCudart
 
 PATIENCE_S = 10.0
@@ -143,6 +143,28 @@ def test_a_buffer_is_released_once_and_not_used_after() -> None:
             _ = buffer.tensor
         assert pool.try_acquire("a") is not None
         pool.close(force=True)
+
+
+def test_views_of_a_buffer_are_made_once_and_are_few() -> None:
+    """A tensor that is made or dies on a lane's thread lets the interpreter go, and waits for it (docs/0043)."""
+    with HostPool({"a": Reservation(1, PAGE_BYTES)}) as pool:
+        made = []
+
+        def make(tensor: torch.Tensor) -> torch.Tensor:
+            made.append(tensor)
+            return tensor[:8]
+
+        with pool.acquire("a") as buffer:
+            tensor, view, typed = buffer.tensor, buffer.views("key", make), buffer.first(3, torch.float32)
+            assert typed.numel() == 3 and typed.data_ptr() == tensor.data_ptr() == view.data_ptr()
+        with pool.acquire("a") as buffer:
+            assert buffer.tensor is tensor and buffer.views("key", make) is view and len(made) == 1
+            assert buffer.first(3, torch.float32) is typed
+            for key in range(2 * KEPT_VIEWS):
+                buffer.views(key, make)
+                assert buffer._memory is not None and len(buffer._memory.views) <= KEPT_VIEWS
+        with pytest.raises(LohanError, match="was released"):
+            buffer.views("key", make)
 
 
 def test_close_refuses_while_buffers_are_out_and_changes_nothing() -> None:

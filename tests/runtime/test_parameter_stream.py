@@ -131,6 +131,32 @@ def test_a_copy_that_is_early_does_not_hold_up_another(tmp_path: Path) -> None:
         assert ran == ["now", "then"]
 
 
+def test_nobody_waits_for_a_device_that_has_come_that_far(tmp_path: Path) -> None:
+    """No thread is asked to, and the copy is on its lane at once; a moment that has not come has those before it go first."""
+
+    class KnownLink(MomentsLink):
+        def has_come(self, moment: Moment) -> bool:
+            return moment is None or moment.is_set()
+
+    with machine(tmp_path, shares_memory=False) as made:
+        made.link = KnownLink()
+        first, second, third = (made.passing() for _ in range(3))
+        first.moment.set()
+        ran: list[str] = []
+        made.copy_in(first, lambda: ran.append("first"), "first", pytest.fail)
+        made.h2d.drain(PATIENCE_S)
+        assert ran == ["first"] and first.work is None
+        made.copy_in(third, lambda: ran.append("third"), "third", pytest.fail)
+        assert None not in (second.work, third.work)
+        third.moment.set()
+        made.h2d.drain(PATIENCE_S)
+        assert ran == ["first"]
+        made.copy_in(second, lambda: ran.append("second"), "second", pytest.fail)
+        second.moment.set()
+        made.drain(PATIENCE_S)
+        assert sorted(ran) == ["first", "second", "third"]
+
+
 def test_a_copy_fails_with_the_device(tmp_path: Path) -> None:
     with machine(tmp_path, shares_memory=False) as made:
         made.link = link = MomentsLink()
