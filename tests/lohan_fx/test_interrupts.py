@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +20,17 @@ def _interrupt(_: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_one_in_a_finalizer_comes_afterwards() -> None:
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A shell has what it runs in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_one_in_a_finalizer_comes_afterwards(heard: None) -> None:
     before = signal.getsignal(signal.SIGINT)
     done = []
     with pytest.raises(KeyboardInterrupt), interrupt_waits():
