@@ -3,7 +3,8 @@
 ``threading.Event`` does the same with a condition, whose making and every wait make locks of their own; a transfer has
 several of them, and each microsecond of them holds the interpreter (docs/0043).
 
-Guarantees: ``wait`` returns True once ``open`` was called, however many wait. Assumes: only one thread opens it.
+Guarantees: ``wait`` returns True once ``open`` was called, however many wait. Where Ctrl-C comes between one waiter's two
+calls of the lock, those who wait then are let through when their time is over. Assumes: it is opened once.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Lane:
         self._changed = threading.Condition()  # of who drains: a job wakes one worker, and nobody else
         self._queue: list[tuple[int, int, _Job]] = []  # by priority, and then as they came
         self._sequence = itertools.count()
-        self._asleep = 0  # at least so many workers look at the queue again where each takes one ``_wake``
+        self._asleep = 0  # workers that wait for a ``_wake`` each
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._running: dict[threading.Thread, _Job] = {}
         self._closed = False

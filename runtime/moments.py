@@ -42,8 +42,7 @@ class Moments:
         found = Passing(link.mark())
         if found.work is None:
             with self._lock:
-                while self._coming and link.has_come(self._coming[0].moment):
-                    self._coming.popleft()
+                self._forget_past(link)
                 self._coming.append(found)
         return found
 
@@ -55,12 +54,18 @@ class Moments:
         with self._lock:
             if passing.work is None and not link.has_come(passing.moment):
                 # Those before it first: their copies may be ready before it has come.
+                self._forget_past(link)
                 while self._coming and passing.work is None:
                     self._wait_for(link, self._coming.popleft())
                 if passing.work is None:
                     self._wait_for(link, passing)
             work = passing.work or THERE
         work.add_done_callback(call)
+
+    def _forget_past(self, link: DeviceLink) -> None:
+        """Nobody need wait for those that have come. Called with the lock held."""
+        while self._coming and link.has_come(self._coming[0].moment):
+            self._coming.popleft()
 
     def _wait_for(self, link: DeviceLink, passing: Passing) -> None:
         wait = functools.partial(link.finish, passing.moment)

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -83,7 +82,7 @@ class Timeline:
             if self._events is not None:
                 self._events.append(Event(COMPUTE_LANE, f"wait:{label}", start_s, end_s))
 
-    def span(self, lane: str, label: str, bytes: int = 0) -> AbstractContextManager[None]:
+    def span(self, lane: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
         """Count the block as one job on ``lane``; its bytes count only if it does not raise."""
         return _Span(self, lane, label, bytes)
 

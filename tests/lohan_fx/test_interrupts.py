@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from lohan_fx.interrupts import interrupt_waits
+from tests.runtime.test_in_time import interruptible
 
 
 class Referred: ...
@@ -20,27 +20,18 @@ def _interrupt(_: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """A shell has what it runs in the background ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_one_in_a_finalizer_comes_afterwards(heard: None) -> None:
-    before = signal.getsignal(signal.SIGINT)
+def test_one_in_a_finalizer_comes_afterwards() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupt_waits():
-        value = Referred()
-        reference = weakref.ref(value, _interrupt)
-        del value
-        assert reference() is None
-        done.append("finalized")
+    with interruptible():
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), interrupt_waits():
+            value = Referred()
+            reference = weakref.ref(value, _interrupt)
+            del value
+            assert reference() is None
+            done.append("finalized")
+        assert signal.getsignal(signal.SIGINT) is before
     assert done == ["finalized"]
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_none_and_one_that_the_user_handles() -> None:

@@ -147,6 +147,7 @@ def test_nobody_waits_for_a_device_that_has_come_that_far(tmp_path: Path) -> Non
         made.h2d.drain(PATIENCE_S)
         assert ran == ["first"] and first.work is None
         made.copy_in(third, lambda: ran.append("third"), "third", pytest.fail)
+        assert first.work is None
         assert None not in (second.work, third.work)
         third.moment.set()
         made.h2d.drain(PATIENCE_S)
