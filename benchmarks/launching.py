@@ -5,6 +5,7 @@
 The same step with nothing to move, with all in host memory and with all on NVMe, copied as beside a GPU and updated on the
 cpu lane. On a CPU, with one compute thread, which stands for the one that launches a GPU's kernels: it wants the interpreter
 between any two ops, and so do the lanes (docs/0043). Each case is a process of its own. No bar: what counts is before and after.
+Foretold is what plans for a GPU count: so many jobs, and ``interpreter_s_per_job`` for each (docs/0044).
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from report import arguments, at_least_one, finish, own_folder, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan_fx
-from lohan_fx.plan import Tier
+from lohan_fx.compile import compiled
+from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.lane_jobs import jobs_of_parameter
+from lohan_fx.passes.traffic import fetch_counts
+from lohan_fx.plan import OptimizerTiming, Plan, Tier
 from lohan_fx.runtime import machine
 from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.lanes import Lane
@@ -71,6 +76,13 @@ def as_beside_a_gpu(case: str) -> Iterator[list[str]]:
         yield jobs
 
 
+def jobs_of_a_step(halves: Halves, plan: Plan) -> int:
+    """Of the lanes beside a GPU, those after the last launch too."""
+    counts, early = fetch_counts(halves), OptimizerTiming.IN_BACKWARD
+    each = (jobs_of_parameter(p, counts.get(p.name, (0, 0)), early, plan.windows) for p in plan.parameters)
+    return sum(forward + backward for forward, backward in each)
+
+
 def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, processor seconds, jobs and context switches of a step."""
     torch.set_num_threads(1)
@@ -93,15 +105,20 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
 
             for _ in range(3):
                 step()
+            (halves,) = compiled(model).halves
             jobs.clear()
             before = resource.getrusage(resource.RUSAGE_SELF)
             seconds = statistics.median(step() for _ in range(args.rounds))
-            after = resource.getrusage(resource.RUSAGE_SELF)
+            after, given = resource.getrusage(resource.RUSAGE_SELF), len(jobs)
+    # In place stands for what nothing can be taken from, so that it has no lanes.
+    foretold = 0 if case == IN_PLACE else jobs_of_a_step(halves, plan)
     return {
         "case": case,
         "step_s": seconds,
         "processor_s": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / args.rounds,
-        "jobs": len(jobs) / args.rounds,
+        "jobs": given / args.rounds,
+        "foretold_jobs": foretold,
+        "foretold_s": foretold * hw.interpreter_s_per_job,
         "switches": (after.ru_nvcsw - before.ru_nvcsw) / args.rounds,
     }
 
@@ -132,8 +149,9 @@ def main() -> None:
     rows = [
         (
             found["case"],
-            f"{found['step_s'] * 1e3:.0f} ms, {(found['step_s'] - in_place_s) * 1e3:+.0f}; processor "
-            f"{found['processor_s'] * 1e3:.0f} ms; {found['jobs']:,.0f} jobs, {found['switches']:,.0f} switches",
+            f"{found['step_s'] * 1e3:.0f} ms, {(found['step_s'] - in_place_s) * 1e3:+.0f} (foretold "
+            f"{found['foretold_s'] * 1e3:+.0f}); processor {found['processor_s'] * 1e3:.0f} ms; {found['jobs']:,.0f} jobs "
+            f"(foretold {found['foretold_jobs']:,.0f}), {found['switches']:,.0f} switches",
         )
         for found in cases
     ]

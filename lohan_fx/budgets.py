@@ -30,6 +30,8 @@ LEAST_BUFFERS = 4
 """Per purpose: a read, a copy or an update, and a write at the same time, and one to spare."""
 BUFFERS_PER_DRIVE = 2
 """Of several drives (docs/0032)."""
+LARGER_ON_A_CPU, LARGER_BESIDE_A_GPU = (2,), (32, 64)
+"""GiB of host memory from each of which on requests are twice as large."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -69,16 +71,16 @@ def choose_windows(
 
     What the planner begins with; ``staging`` changes buffers and sizes by what that saves. Beside a GPU a layer's gradients
     come in a burst, and what host memory holds of them is what the drives work on until the next. On a CPU (``shared``) each
-    request takes time from compute, so there are fewer and larger ones where that costs no larger share of the promise
-    (docs/0030). A request goes to one of the ``drives``: several take more buffers, as far as there is room
-    (docs/0032).
+    request takes time from compute, beside a GPU from the thread that launches, so there are fewer and larger ones where that
+    costs no larger share of the promise (docs/0030, docs/0044). A request goes to one of the ``drives``: several take more
+    buffers, as far as there is room (docs/0032).
     """
     layer_bytes, layer_elements = largest_layer(parameters)
     roomy = host_memory_bytes >= 1024 * MIB
     small = host_memory_bytes < 768 * MIB
-    doubled = 2 if shared and host_memory_bytes >= 2048 * MIB else 1
-    chunk_elements = doubled * ((128 << 10) if small else (1 << 20) if roomy else (512 << 10))
-    io_bytes = doubled * (MIB if small else 4 * MIB if roomy else 2 * MIB)
+    times = 2 ** sum(host_memory_bytes >= gib << 30 for gib in (LARGER_ON_A_CPU if shared else LARGER_BESIDE_A_GPU))
+    chunk_elements = times * ((128 << 10) if small else (1 << 20) if roomy else (512 << 10))
+    io_bytes = times * (MIB if small else 4 * MIB if roomy else 2 * MIB)
     of_each = buffer_bytes(chunk_elements) + (2 if shared else 3) * io_bytes
     room = max(0, min(host_memory_bytes // 4, host_memory_bytes // 2 - captured_bytes(len(parameters))))
     buffers = max(LEAST_BUFFERS, min(BUFFERS_PER_DRIVE * drives, room // of_each))

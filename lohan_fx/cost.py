@@ -15,7 +15,7 @@ from lohan_fx.cost_models import lohan
 from lohan_fx.cost_models.lohan import ADAM_TOUCHED_BYTES, STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane
-from lohan_fx.plan import Stage, Tier
+from lohan_fx.plan import PYTHON_LANE, Stage, Tier
 
 __all__ = [
     "ADAM_TOUCHED_BYTES",
@@ -52,7 +52,8 @@ class Work:
     ``*held_nvme_bytes`` says. ``repeated_*``: of updates that are made a second time beside the backward, where their
     states are read again, and written. ``*returned_bytes``: of parameters that stay on a GPU and are updated by the
     CPU, which copies them back. ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler).
-    ``*_requests``: reads and writes of the drives, which on a CPU take processor time.
+    ``*_requests``: reads and writes of the drives, which on a CPU take processor time. ``*_launches`` and ``*_jobs``: ops
+    that a thread launches on a GPU, and jobs of the lanes, which take the interpreter from it; none on a CPU.
     """
 
     forward_s: float
@@ -91,6 +92,10 @@ class Work:
     next_returned_bytes: int = 0
     forward_requests: float = 0
     backward_requests: float = 0
+    forward_launches: int = 0
+    backward_launches: int = 0
+    forward_jobs: int = 0
+    backward_jobs: int = 0
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -150,6 +155,8 @@ def values(work: Work, hw: HardwareProfile) -> dict[str, float]:
         "cores_beside_adam": hw.cpu_cores - 1 if hw.device == "cpu" else 0,
         "io_core_s_per_request": hw.io_core_s_per_request if hw.device == "cpu" else 0.0,
         "io_core_s_per_byte": hw.io_core_s_per_byte if hw.device == "cpu" else 0.0,
+        "op_overhead_s": hw.op_overhead_s,
+        "interpreter_s_per_job": hw.interpreter_s_per_job,
         "h2d_bytes_per_s": hw.h2d_bytes_per_s,
         "d2h_bytes_per_s": hw.d2h_bytes_per_s,
         "adam_parameters_per_s": hw.adam_parameters_per_s,
@@ -197,7 +204,10 @@ def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float
 
 
 def _stage(name: str, work: Work, hw: HardwareProfile) -> Stage:
-    return Stage(lohan.CORRECTED.evaluate(values(work, hw))[name])
+    lanes_s = lohan.CORRECTED.evaluate(values(work, hw))[name]
+    if hw.device == "cpu":  # where compute itself is what launches
+        lanes_s.pop(PYTHON_LANE, None)
+    return Stage(lanes_s)
 
 
 def _drive_rates(hw: HardwareProfile) -> dict[str, float]:

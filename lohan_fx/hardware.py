@@ -147,6 +147,9 @@ class HardwareProfile:
     prices: Annotated[Prices | None, "US dollars"] = None
     io_core_s_per_request: Annotated[float, "seconds that compute loses to a read or write of any size"] = 1.5e-4
     io_core_s_per_byte: Annotated[float, "the same per byte read or written"] = 6e-11
+    interpreter_s_per_job: Annotated[
+        float, "seconds that a lane's job takes from the thread that launches a GPU's kernels"
+    ] = 1e-4  # docs/0044
     handover_s: Annotated[float, "seconds that a CPU's compute takes to hand a transfer to the lanes"] = 1e-9  # none
     clearing_s_per_byte: Annotated[
         float, "seconds that a CPU's compute takes longer on memory fresh from the kernel"

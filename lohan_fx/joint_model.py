@@ -30,7 +30,7 @@ from lohan_fx.placement import placed
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
 from lohan_fx.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.problem import ParameterFacts, Problem
-from lohan_fx.step_time import device_of, fetches_of, handover_adds, parameter_adds, quantities_of_plan, stage_lanes
+from lohan_fx.step_time import device_of, fetches_of, parameter_adds, quantities_of_plan, stage_lanes, swap_adds
 
 
 class Homes(NamedTuple):
@@ -164,7 +164,7 @@ def _moved(problem: Problem, waits_s: Mapping[tuple[int, Tier], float], nbytes: 
     assert isinstance(decision, Swap)
     to = q.HOST if decision.tier is Tier.HOST else q.SWAPPED_NVME
     wait_s = waits_s[nbytes, decision.tier]
-    return {q.SWAPPED: nbytes, to: nbytes, q.COMING_BACK_S: wait_s, **handover_adds(problem, 1, 1)}
+    return {q.SWAPPED: nbytes, to: nbytes, q.COMING_BACK_S: wait_s, **swap_adds(problem, nbytes, decision.tier)}
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lohan_fx import machine, measure_nvme
 from lohan_fx.hardware import DTYPES, MEASUREMENT, HardwareProfile
-from lohan_fx.measure_contention import drives_beside_compute, lost_to_requests
+from lohan_fx.measure_contention import drives_beside_compute, lost_by_launching, lost_to_requests
 from lohan_fx.measure_nvme import checked_directories, rounded
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.adam import AdamOptions
@@ -91,10 +91,14 @@ def measure(nvme: Sequence[str | Path], *, device: str | None, progress: bool, s
         )
         dtype = profile.usual_dtype()
         drives = drives_beside_compute(directories, device, dtype, seconds * _DRIVES_SHARE, announce)
+        profile = dataclasses.replace(profile, nvme=drives)
         announce("what compute loses to requests")
+        if device != "cpu":
+            per_job = lost_by_launching(directories, device, seconds * _LOST_SHARE)
+            return dataclasses.replace(profile, interpreter_s_per_job=rounded(per_job))
         per_request, per_byte, handover = map(rounded, lost_to_requests(directories, dtype, seconds * _LOST_SHARE))
         return dataclasses.replace(
-            profile, nvme=drives, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte, handover_s=handover
+            profile, io_core_s_per_request=per_request, io_core_s_per_byte=per_byte, handover_s=handover
         )
 
 

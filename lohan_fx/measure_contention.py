@@ -1,4 +1,4 @@
-"""Measures what the drives and compute take from each other where both use the same processor.
+"""Measures what the drives and compute take from each other where both use the same processor, or the same interpreter.
 
 A thread that serves a drive takes a core for a while (the system call, the copy of what it touches into caches), and the
 ops of a graph, which have a thread on every core, wait for that core. What compute loses so is more than the processor time
@@ -6,6 +6,9 @@ of the requests, and is what a plan has to count; so it is measured as just that
 requests like those of the runtime than alone, in turns. They come as in training, as jobs of a lane that another thread asks
 for: asked for by the lane's own threads, a request cost half as much (docs/0041). The other way round, threads that wait for a
 core leave a drive idle: on a CPU ``drives_beside_compute`` gives the rates that a plan can count on.
+
+Beside a GPU a job of a lane takes time from the thread that launches kernels, since Python runs one thread at a time: so much
+less gets launched beside requests than alone (docs/0044).
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ FEW_BLOCKS = 4
 """So many blocks' weights, 57 MB in bfloat16, pass through the caches between two runs of one."""
 AHEAD = 8
 """So many are asked for before the first is waited for."""
+FEW_KERNELS = 16
+"""So many are launched between two looks at the clock."""
 
 
 def lost_to_requests(directories: Sequence[str], dtype: torch.dtype, seconds: float) -> tuple[float, float, float]:
@@ -55,10 +60,19 @@ def lost_to_requests(directories: Sequence[str], dtype: torch.dtype, seconds: fl
     if not directories:
         return HardwareProfile.io_core_s_per_request, HardwareProfile.io_core_s_per_byte, HardwareProfile.handover_s
     directory, handover_share_s = directories[0], seconds * HANDOVER_SHARE
-    small, large = _lost_s(directory, dtype, seconds - handover_share_s)
+    small, large = _lost_s(directory, few_ops(dtype), seconds - handover_share_s, SIZES)
     per_byte = max((large - small) / (SIZES[1] - SIZES[0]), 1e-12)
     per_request = max(small - per_byte * SIZES[0], LEAST_S)
     return per_request, per_byte, _handover_s(Path(directory), dtype, handover_share_s)
+
+
+def lost_by_launching(directories: Sequence[str], device: str, seconds: float) -> float:
+    """Seconds that a thread which launches small kernels on ``device`` loses per request to the store that another one asks for:
+    what a lane's job takes of the interpreter. In about ``seconds``."""
+    if not directories:
+        return HardwareProfile.interpreter_s_per_job
+    (lost_s,) = _lost_s(directories[0], few_kernels(device), seconds, SIZES[:1])
+    return max(lost_s, LEAST_S)
 
 
 def drives_beside_compute(
@@ -84,18 +98,18 @@ def drives_beside_compute(
         return found
 
 
-def _lost_s(directory: str, dtype: torch.dtype, seconds: float) -> list[float]:
-    """Seconds that one request of each of ``SIZES`` costs compute. Without checkpoints' checksums, as the drives' rates are."""
-    window_s = seconds * (1 - FILL_SHARE) / (2 * len(SIZES) * (ROUNDS + 1))
-    compute = few_ops(dtype)
-    found: list[list[float]] = [[] for _ in SIZES]
+def _lost_s(directory: str, compute: Callable[[], object], seconds: float, sizes: Sequence[int]) -> list[float]:
+    """Seconds that one request of each of ``sizes`` costs ``compute``; without checkpoints' checksums, as the drives' rates
+    are."""
+    window_s = seconds * (1 - FILL_SHARE) / (2 * len(sizes) * (ROUNDS + 1))
+    found: list[list[float]] = [[] for _ in sizes]
     with warnings.catch_warnings():
         # What there is to say about the directory was said when its rates were measured.
         warnings.simplefilter("ignore")
         with open_drive(directory) as drive, ThreadPoolExecutor(1, thread_name_prefix="lohan-measure-asking") as asking:
             file_bytes = fill([drive], seconds * FILL_SHARE)
             before = runs_per_s(compute, window_s)
-            for _, (place, nbytes) in itertools.product(range(ROUNDS + 1), enumerate(SIZES)):
+            for _, (place, nbytes) in itertools.product(range(ROUNDS + 1), enumerate(sizes)):
                 asked = asking.submit(load, [drive], file_bytes, Access.MIXED, nbytes, window_s)
                 beside = runs_per_s(compute, window_s)
                 (bytes_per_s,) = asked.result()
@@ -161,6 +175,19 @@ def few_ops(dtype: torch.dtype, rows: int = 512) -> Callable[[], object]:
         y = x + attended.transpose(1, 2).reshape(rows, width) @ out_of_heads
         z = normed(y)
         return y + (torch.nn.functional.silu(z @ gate) * (z @ up)) @ down
+
+    run()
+    return run
+
+
+def few_kernels(device: str) -> Callable[[], object]:
+    """Launches some of the smallest: what takes time is to launch them."""
+    x = torch.ones(1, device=device)
+
+    def run() -> object:
+        for _ in range(FEW_KERNELS):
+            x.add_(1)
+        return x
 
     run()
     return run

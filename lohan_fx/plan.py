@@ -243,6 +243,8 @@ FETCHES_LANE = "fetches"
 UPDATES_LANE = "updates"
 """No lanes: in the forward's seconds by lane, the drives' work for what it fetches and then compute from the last of it on; in
 the backward's, compute up to the first gradient and then the drives' work for updates."""
+PYTHON_LANE = "python"
+"""Beside a GPU: the interpreter, which the thread that launches kernels and those of the lanes have one at a time."""
 BOUNDS: Mapping[str, str] = {FETCHES_LANE: "ssd", UPDATES_LANE: "ssd"}
 """What stands among the lanes and is none -> the lane whose work it bounds a stage by."""
 

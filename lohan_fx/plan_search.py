@@ -121,6 +121,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         ends=step_ends(keeping, seconds, request.windows),
         holds=request.holds,
         handover_s=cost.handover_s(request.hw),
+        launches=(costs.forward_launches, costs.backward_launches),
         windows_of=request.windows_of,
     )
     problem = _with_turn(problem, keeping, request)
@@ -298,7 +299,8 @@ def _with_staging(plan: Plan, problem: Problem, rewrites: Rewrites, request: Req
         shared=shared,
         per_byte_s=per_byte_s,
         free_bytes=free,
-        sizes=request.chooses_sizes and any(drive.by_request for drive in request.hw.nvme),
+        # On a CPU nothing says what a size costs where no rates by size were measured; beside a GPU the interpreter does.
+        sizes=request.chooses_sizes and (not shared or any(drive.by_request for drive in request.hw.nvme)),
         finer_s=None if shared else functools.partial(step_s, transfers=None),
     )
     more = staging_bytes(found.windows, shared=shared) - staging_bytes(plan.windows, shared=shared)

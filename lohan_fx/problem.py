@@ -51,11 +51,11 @@ class Problem:
     once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
     ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
     ``handover_s``: what compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and
-    ``backward_s``. ``coming_back_s``: what compute waits for an activation that is swapped to a tier and needed back sooner
-    than it can be (``cost.coming_back_s``); none where it is not said. ``in_turns``: whether what is swapped is spread over the
-    model, which keeps the link at work all the time, instead of being what is made first, which is away longest; then
-    ``soon_back``, which are away for little longer than they take, had better stay. ``windows_of``: which windows a promise
-    of so many bytes of host memory gets; None: these, whatever it is.
+    ``backward_s``. ``launches``: how many ops the (forward, backward) launch on a GPU. ``coming_back_s``: what compute waits
+    for an activation that is swapped to a tier and needed back sooner than it can be (``cost.coming_back_s``); none where it is
+    not said. ``in_turns``: whether what is swapped is spread over the model, which keeps the link at work all the time, instead
+    of being what is made first, which is away longest; then ``soon_back``, which are away for little longer than they take, had
+    better stay. ``windows_of``: which windows a promise of so many bytes of host memory gets; None: these, whatever it is.
     """
 
     policy: str
@@ -71,6 +71,7 @@ class Problem:
     ends: Ends = field(default_factory=Ends)
     holds: bool = False
     handover_s: float = 0.0
+    launches: tuple[int, int] = (0, 0)
     coming_back_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
     in_turns: bool = False
     soon_back: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ from lohan_fx.cost import ADAM_TOUCHED_BYTES
 from lohan_fx.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.memory_model import resident_bytes
-from lohan_fx.plan import ParameterPlan, Plan, Tier
+from lohan_fx.plan import PYTHON_LANE, ParameterPlan, Plan, Tier
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
@@ -32,6 +32,8 @@ TRANSFERS = 40_000
 AT_A_TIME = 6
 """Of what is simulated as one, so many have room where there is room for as many: for the three that the drives serve at once,
 one that is copied or updated, and those that wait. With fewer, lanes would wait that do not (measured: docs/0038)."""
+LAUNCHING = "launching"
+"""What compute waits for where the thread that launches kernels is late."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class SimulatedMachine:
         self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in self._buffers().items()}
         self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
         self.memory = SimulatedMemory(self)
+        self._interpreter_free_s = 0.0
         self._adam_slowdown = 1.0 if fused_adam else UNFUSED_ADAM
 
     # --- how transfers are cut --------------------------------------------------------------------------------
@@ -80,6 +83,24 @@ class SimulatedMachine:
     def buffers(self, purpose: str, requests: int) -> int:
         """How many of ``purpose`` a piece takes that stands for so many ``requests``: one for each, but not all there are."""
         return min(requests, max(1, self.pool[purpose].count // AT_A_TIME))
+
+    # --- the interpreter, beside a GPU ------------------------------------------------------------------------
+
+    def in_python(self, jobs: int = 1) -> Thread:
+        """What so many jobs of a lane take of the interpreter, which one thread has at a time."""
+        return self._interpreting(jobs * self.hw.interpreter_s_per_job)
+
+    def launching(self, launches: int) -> Thread:
+        """The thread that runs the graph launches so many kernels."""
+        if launches and not self.on_cpu:
+            self.compute.launches_more()
+            yield from self._interpreting(launches * self.hw.op_overhead_s)
+
+    def _interpreting(self, seconds: float) -> Thread:
+        if not self.on_cpu:
+            begin_s = max(self.clock.now_s, self._interpreter_free_s)  # whoever asks first has it first
+            self._interpreter_free_s = begin_s + seconds
+            yield Job(PYTHON_LANE, "", self._interpreter_free_s - self.clock.now_s, recorded=False)
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
@@ -170,12 +191,20 @@ class ComputeStream:
         self._synchronous = synchronous
         self._queue: deque[Job | Callable[[], None]] = deque()
         self._asleep: Signal | None = None
+        self._left = 0  # jobs that are not done
         clock.start(self._serve())
 
     def run(self, job: Job) -> Thread:
+        self._left += 1
         self._submit(job)
         if self._synchronous:
             yield self._reached()
+
+    def launches_more(self) -> None:
+        """If it runs out of work from now on, or has, that is what it waits for."""
+        if not self._left:
+            self._note_idle()
+        self.waiting_for = LAUNCHING
 
     def stage(self, begin: bool, done: Callable[[], None]) -> Thread:
         """Call ``done`` where a stage begins or ends; idling before a stage begins is no stall."""
@@ -215,6 +244,7 @@ class ComputeStream:
             if isinstance(item, Job):
                 self._note_idle()
                 yield item
+                self._left -= 1
                 self.idle_since_s = self._clock.now_s
             else:
                 item()

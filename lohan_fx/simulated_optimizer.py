@@ -213,6 +213,7 @@ class SimulatedOptimizer:
         if after is not None:
             yield after
         nbytes = parameter.bytes // parameter.numel * chunk.elements
+        yield from machine.in_python(machine.of_chunk(chunk.elements))
         yield machine.copying("d2h", f"gradient of {parameter.name}", nbytes)
         left.one_less()
         self._arrive(chunk)
@@ -235,6 +236,7 @@ class SimulatedOptimizer:
             self._arrived.popleft()
             self._read(chunk)
         yield from chunk.reads
+        yield from machine.in_python(machine.of_chunk(chunk.elements))
         yield self._arithmetic(chunk)
         if chunk.in_place is not None:
             chunk.in_place.one_less()
@@ -244,7 +246,7 @@ class SimulatedOptimizer:
         done = Countdown(len(writes), functools.partial(self._finished, chunk))
         requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in writes:
-            written = self._move(machine.writing(extent, nbytes, requests), done.one_less)
+            written = self._move(machine.writing(extent, nbytes, requests), requests, done.one_less)
             machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY)
 
     def _start_reading(self, chunk: _Chunk) -> bool:
@@ -269,10 +271,11 @@ class SimulatedOptimizer:
         for extent, nbytes in self._reads(chunk):
             done = machine.clock.signal()
             chunk.reads.append(done)
-            read = self._move(machine.reading(extent, nbytes, requests), done.set)
+            read = self._move(machine.reading(extent, nbytes, requests), requests, done.set)
             machine.ssd.submit(read, priority=STATE_READ_PRIORITY)
 
-    def _move(self, job: Job, done: Callable[[], None]) -> Thread:
+    def _move(self, job: Job, requests: int, done: Callable[[], None]) -> Thread:
+        yield from self._machine.in_python(requests)
         yield job
         done()
 

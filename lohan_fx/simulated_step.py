@@ -190,6 +190,7 @@ class _Step:
         match found:
             case Compute():
                 machine.memory.reach(found.peak_bytes)
+                yield from machine.launching(found.launches)
                 if found.seconds:
                     yield from machine.compute.run(machine.computing(found.seconds, found.touched_bytes))
                 machine.memory.change(graph=found.change_bytes)

@@ -113,6 +113,8 @@ class SimulatedTransfers:
             machine.memory.touch("swap_out", nbytes, buffers)
         if after is not None:
             yield after
+        requests = machine.of_io(nbytes) if away.tier is Tier.NVME else 1
+        yield from machine.in_python(requests)
         yield machine.copying("d2h", label, nbytes)
         off_device.one_less()
         if away.tier is Tier.NVME:
@@ -122,6 +124,7 @@ class SimulatedTransfers:
 
     def _write(self, away: _Away, nbytes: int, left: Countdown) -> Thread:
         machine, requests = self._machine, self._machine.of_io(nbytes)
+        yield from machine.in_python(requests)
         yield machine.writing(away.extent, nbytes, requests)
         machine.pool["swap_out"].release(machine.buffers("swap_out", requests))
         left.one_less()
@@ -182,6 +185,7 @@ class SimulatedTransfers:
         self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, landed: Countdown
     ) -> Thread:
         machine, requests = self._machine, self._machine.of_io(nbytes)
+        yield from machine.in_python(requests)
         yield machine.reading(extent, nbytes, requests)
 
         def copied() -> None:
@@ -189,11 +193,14 @@ class SimulatedTransfers:
             machine.pool[purpose].release(machine.buffers(purpose, requests))
             landed.one_less()
 
-        self._copy_in(label, nbytes, after, copied)
+        self._copy_in(label, nbytes, after, copied, requests)
 
-    def _copy_in(self, label: str, nbytes: int, after: Signal | None, done: Callable[[], None]) -> None:
-        """On the h2d lane, once compute is where it was started: the lane does not wait for that."""
-        copy = self._copied_in(label, nbytes, done)
+    def _copy_in(
+        self, label: str, nbytes: int, after: Signal | None, done: Callable[[], None], copies: int = 1
+    ) -> None:
+        """On the h2d lane, once compute is where it was started: the lane does not wait for that. It stands for so many
+        ``copies``."""
+        copy = self._copied_in(label, nbytes, done, copies)
         if after is None or after.done:
             self._machine.h2d.submit(copy)
         else:
@@ -203,6 +210,7 @@ class SimulatedTransfers:
         yield after
         self._machine.h2d.submit(copy)
 
-    def _copied_in(self, label: str, nbytes: int, done: Callable[[], None]) -> Thread:
+    def _copied_in(self, label: str, nbytes: int, done: Callable[[], None], copies: int) -> Thread:
+        yield from self._machine.in_python(copies)
         yield self._machine.copying("h2d", label, nbytes)
         done()

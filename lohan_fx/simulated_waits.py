@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lohan_fx.runtime.timeline import COMPUTE_LANE
+from lohan_fx.simulated_machine import LAUNCHING
 from lohan_fx.simulated_step import Simulation
 
 WORTH_A_REASON = 0.1
@@ -15,6 +16,7 @@ _KINDS: Mapping[str, str] = {
     "swap_in of": COMING_BACK,
     "swap window": LEAVING,
     "gradient window": "gradients to leave the device, whose updates are behind",
+    LAUNCHING: "kernels to be launched by Python, which the lanes use too",
 }
 _PREFIX = "wait:"
 TAIL = "updates after the backward"

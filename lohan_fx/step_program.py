@@ -27,12 +27,14 @@ NodeSeconds = Callable[[Cost], float]
 
 @dataclass(frozen=True)
 class Compute:
-    """Nodes in a row: their seconds and memory traffic; device bytes at the most and at the end, against the start."""
+    """Nodes in a row: their seconds and memory traffic; device bytes at the most and at the end, against the start; and how many
+    of them are launched where the device is a GPU."""
 
     seconds: float
     touched_bytes: int
     peak_bytes: int
     change_bytes: int
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _instructions(gm: GraphModule, changes: _Changes, seconds: Callable[[Node], 
         elif node.target is ops.WAIT:
             yield Wait(node.args[0].name)
         else:
-            yield Compute(seconds(node), found.touched_bytes, made, made - dropped)
+            launched = found.lane is Lane.COMPUTE and not found.is_view
+            yield Compute(seconds(node), found.touched_bytes, made, made - dropped, int(launched))
             continue
         if dropped:
             yield Compute(0.0, 0, 0, -dropped)
@@ -176,6 +179,7 @@ def _joined(a: Compute, b: Compute) -> Compute:
         touched_bytes=a.touched_bytes + b.touched_bytes,
         peak_bytes=max(a.peak_bytes, a.change_bytes + b.peak_bytes),
         change_bytes=a.change_bytes + b.change_bytes,
+        launches=a.launches + b.launches,
     )
 
 

@@ -10,8 +10,20 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
+from lohan_fx.passes.lane_jobs import jobs_of_parameter, jobs_of_transfer
 from lohan_fx.passes.traffic import blocking_written_bytes, hands_gradient_over, states_read_bytes
-from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, OptimizerTiming, ParameterPlan, Plan, Recompute, Stage, Swap, Tier
+from lohan_fx.plan import (
+    FETCHES_LANE,
+    PYTHON_LANE,
+    UPDATES_LANE,
+    OptimizerTiming,
+    ParameterPlan,
+    Plan,
+    Recompute,
+    Stage,
+    Swap,
+    Tier,
+)
 from lohan_fx.problem import Problem
 
 
@@ -23,7 +35,8 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     away = p.states_home is Tier.NVME
     # Where the master is also what the graph computes with, writing the states back writes it.
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
-    states, copies, returned, updated, held = _BESIDE.get(p.runs_beside(problem.ends, device_of(problem)), _EARLY)
+    runs = p.runs_beside(problem.ends, device_of(problem))
+    states, copies, returned, updated, held = _BESIDE.get(runs, _EARLY)
     return {
         Quantity.FETCHED_FORWARD: forward,
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
@@ -38,7 +51,21 @@ def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
         **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
         **(_repeated(p) if p.updated_twice else {}),
         **handover_adds(problem, *_handed_over(problem, p)),
+        **_jobs(problem, jobs_of_parameter(p, fetches, runs, problem.windows)),
     }
+
+
+def swap_adds(problem: Problem, nbytes: int, tier: Tier) -> dict[Quantity, float]:
+    """What the way of an activation to ``tier`` and back adds beside its bytes."""
+    jobs = jobs_of_transfer(nbytes, tier, problem.windows)
+    return {**handover_adds(problem, 1, 1), **_jobs(problem, (jobs, jobs))}
+
+
+def _jobs(problem: Problem, jobs: tuple[int, int]) -> dict[Quantity, float]:
+    """Beside a GPU: what the interpreter is taken for."""
+    if problem.budgets.shared:
+        return {}
+    return {Quantity.FORWARD_JOBS: jobs[0], Quantity.BACKWARD_JOBS: jobs[1]}
 
 
 def handover_adds(problem: Problem, forward: int, backward: int) -> dict[Quantity, float]:
@@ -134,8 +161,10 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     total[Quantity.RECOMPUTE_S] = sum(found.seconds[name] for name in closure(found, saved))
     total[Quantity.SWAPPED] = sum(a.bytes for a in plan.activations if isinstance(a.decision, Swap))
     total[Quantity.SWAPPED_NVME] = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
-    for quantity, added in handover_adds(problem, _swaps(plan), _swaps(plan)).items():
-        total[quantity] += added
+    for a in plan.activations:
+        if isinstance(a.decision, Swap):
+            for quantity, added in swap_adds(problem, a.bytes, a.decision.tier).items():
+                total[quantity] += added
     total[Quantity.COMING_BACK_S] = coming_back_seconds(problem, plan)
     return total
 
@@ -186,6 +215,10 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         next_returned_bytes=of(Quantity.NEXT_RETURNED),
         forward_requests=requests(_IN_FORWARD),
         backward_requests=requests(_IN_BACKWARD),
+        forward_launches=problem.launches[0],
+        backward_launches=problem.launches[1],
+        forward_jobs=of(Quantity.FORWARD_JOBS),
+        backward_jobs=of(Quantity.BACKWARD_JOBS),
     )
 
 
@@ -279,6 +312,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
             Lane.H2D: {q.FETCHED_FORWARD: 1 / h2d} | ({q.FETCHED_FORWARD_NVME: -1 / h2d} if on_cpu else {}),
             Lane.D2H: {q.SWAPPED: 1 / d2h},
             Lane.CPU: {q.NEXT_UPDATED: adam_s, q.NEXT_RETURNED: returned_s},
+            PYTHON_LANE: {q.FORWARD_JOBS: hw.interpreter_s_per_job},
         },
     )
     back = {q.FETCHED_BACKWARD_NVME: -1 / h2d, q.SWAPPED_NVME: -1 / h2d} if on_cpu else {}
@@ -299,6 +333,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
             },
             Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
             Lane.CPU: {**not_here, **again, q.RETURNED: returned_s},
+            PYTHON_LANE: {q.BACKWARD_JOBS: hw.interpreter_s_per_job},
         },
     )
     one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s if on_cpu else 0.0
@@ -334,9 +369,9 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     return forward, backward, after
 
 
-def _links(fixed: Stage, slopes: dict[Lane, Adds]) -> tuple[LaneTime, ...]:
+def _links(fixed: Stage, slopes: Mapping[str, Adds]) -> tuple[LaneTime, ...]:
     lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, FETCHES_LANE, UPDATES_LANE))
-    return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(Lane(lane), {})),)) for lane in lanes)
+    return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(lane, {})),)) for lane in lanes)
 
 
 def _ssd(

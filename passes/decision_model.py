@@ -18,7 +18,7 @@ PUT_OFF_S = 1e-10
 
 class Quantity(enum.StrEnum):
     """What decisions add to: seconds of recomputation, of handing transfers over and of waiting for what is needed back at once,
-    bytes moved per step, parameters updated, bytes held.
+    jobs of the lanes beside a GPU, bytes moved per step, parameters updated, bytes held.
 
     ``FIRST_FETCHED_NVME``: of what the forward waits for before it computes; ``BLOCKING_*``: of parameters for whose updates
     compute waits; ``LATE_*``: of those that are updated when the backward has ended; ``NEXT_*``: beside the next forward;
@@ -31,6 +31,8 @@ class Quantity(enum.StrEnum):
     HANDED_OVER_FORWARD_S = "handed_over_forward_s"
     HANDED_OVER_BACKWARD_S = "handed_over_backward_s"
     COMING_BACK_S = "coming_back_s"
+    FORWARD_JOBS = "forward_jobs"
+    BACKWARD_JOBS = "backward_jobs"
     FETCHED_FORWARD = "fetched_forward_bytes"
     FETCHED_FORWARD_NVME = "fetched_forward_nvme_bytes"
     FIRST_FETCHED_NVME = "first_fetched_nvme_bytes"

@@ -17,6 +17,15 @@ from lohan_fx import meta, ops
 from lohan_fx.cost import ADAM_TOUCHED_BYTES, STATE_BYTES, Work
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.lane_jobs import (
+    chunks,
+    jobs_of_parameter,
+    jobs_of_transfer,
+    pieces,
+    repeated_requests,
+    streamed_back,
+    update_requests,
+)
 from lohan_fx.passes.liveness import is_updated_here
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.turn import seconds_away
@@ -101,12 +110,37 @@ def traffic(
         late_returned_bytes=returned_bytes(late, plan),
         next_returned_bytes=returned_bytes(next_, plan),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
-        forward_requests=_stage_requests(forward, homes, plan) + _optimizer_requests(next_, plan),
+        forward_requests=_stage_requests(forward, homes, plan) + sum(update_requests(p, plan.windows) for p in next_),
         backward_requests=_stage_requests(backward, homes, plan)
-        + _optimizer_requests(early, plan)
-        + _repeated_requests(repeated, plan)
-        + sum(_chunks(p, plan) for p in (*late, *next_) if p.gradient_home is Tier.NVME),
+        + sum(update_requests(p, plan.windows) for p in early)
+        + sum(repeated_requests(p, plan.windows) for p in repeated)
+        + sum(chunks(p, plan.windows) for p in (*late, *next_) if p.gradient_home is Tier.NVME),
+        **(_launching(halves, plan, ends) if plan.device != "cpu" else {}),
     )
+
+
+def _launching(halves: Halves, plan: Plan, ends: Ends) -> dict[str, int]:
+    """What takes time from the thread that launches a GPU's kernels: those, and the jobs of the lanes."""
+    counts = fetch_counts(halves)
+    updated = {meta.origin(n) for n in _calls(halves.backward, ops.OFFLOAD_GRAD)}
+    jobs = [
+        jobs_of_parameter(p, counts.get(p.name, (0, 0)), p.runs_beside(ends, plan.device), plan.windows)
+        for p in plan.parameters
+        if p.name in counts or p.name in updated
+    ]
+    swaps = [(_swapped_bytes(n), Tier(str(n.args[2]))) for n in _calls(halves.forward, ops.SWAP_OUT)]
+    swapped = sum(jobs_of_transfer(nbytes, tier, plan.windows) for nbytes, tier in swaps)
+    return {
+        "forward_launches": _launches(halves.forward),
+        "backward_launches": _launches(halves.backward),
+        "forward_jobs": sum(forward for forward, _ in jobs) + swapped,
+        "backward_jobs": sum(backward for _, backward in jobs) + (swapped if halves.backward is not None else 0),
+    }
+
+
+def _launches(gm: GraphModule | None) -> int:
+    """Ops of ``gm`` that are launched, each about a kernel."""
+    return sum(not meta.cost(n).is_view for n in _computing(gm))
 
 
 def _stage_requests(gm: GraphModule | None, homes: dict[str, ParameterPlan], plan: Plan) -> int:
@@ -115,25 +149,7 @@ def _stage_requests(gm: GraphModule | None, homes: dict[str, ParameterPlan], pla
     out = [_swapped_bytes(n) for n in _calls(gm, ops.SWAP_OUT) if n.args[2] == Tier.NVME]
     away = {a.node: a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME)}
     back = [away.get(meta.origin(n) or "", 0) for n in _calls(gm, ops.SWAP_IN)]
-    return sum(-(-nbytes // plan.windows.io_bytes) for nbytes in (*fetched, *out, *back))
-
-
-def _optimizer_requests(updated: list[ParameterPlan], plan: Plan) -> int:
-    """Per chunk: master and moments are read and written, and the compute-dtype copy written; gradients that wait, too."""
-    total = 0
-    for p in updated:
-        states = 0 if p.states_home is not Tier.NVME else 2 if p.updated_twice else 4
-        total += _chunks(p, plan) * (states + (_streamed_back(p) > 0) + (p.gradient_home is Tier.NVME))
-    return total
-
-
-def _repeated_requests(repeated: list[ParameterPlan], plan: Plan) -> int:
-    """Of the second time of updates that are made twice: master and moments each way, and gradients that wait."""
-    return sum(_chunks(p, plan) * (4 + (p.gradient_home is Tier.NVME)) for p in repeated)
-
-
-def _chunks(p: ParameterPlan, plan: Plan) -> int:
-    return -(-p.numel // plan.windows.chunk_elements)
+    return sum(pieces(nbytes, plan.windows) for nbytes in (*fetched, *out, *back))
 
 
 def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
@@ -149,7 +165,7 @@ def padding_bytes(halves: Halves, plan: Plan) -> tuple[int, int]:
         away = 3 * _padding(4 * last) if p.states_home is Tier.NVME else 0
         held = _padding(last * p.held_bytes // p.numel) if p.numel and p.gradient_home is Tier.NVME else 0
         reads += (away + held) * (2 if p.updated_twice else 1)
-        writes += away + held + (_padding(last * p.bytes // p.numel) if p.numel and _streamed_back(p) else 0)
+        writes += away + held + (_padding(last * p.bytes // p.numel) if p.numel and streamed_back(p) else 0)
     return reads, writes
 
 
@@ -247,15 +263,9 @@ def states_read_bytes(updated: list[ParameterPlan]) -> int:
 def states_written_bytes(updated: list[ParameterPlan]) -> int:
     """Bytes that the updates of ``updated`` write to NVMe: states, and copies that the next forward streams. Of those that are
     made twice, the first time."""
-    return states_read_bytes([p for p in updated if not p.updated_twice]) + sum(_streamed_back(p) for p in updated)
+    return states_read_bytes([p for p in updated if not p.updated_twice]) + sum(streamed_back(p) for p in updated)
 
 
 def blocking_written_bytes(updated: list[ParameterPlan], ends: Ends, windows: Windows) -> int:
     """Of ``states_written_bytes``, what must be on NVMe before compute goes on."""
     return sum(round(ends.blocking[p.name].written(p.numel, windows) * states_written_bytes([p])) for p in updated)
-
-
-def _streamed_back(parameter: ParameterPlan) -> int:
-    """Bytes of the compute-dtype copy that the update writes to NVMe; none where it is the master itself."""
-    own_copy = parameter.bytes != 4 * parameter.numel or parameter.states_home is not Tier.NVME
-    return parameter.bytes if parameter.home is Tier.NVME and own_copy else 0

@@ -12,6 +12,7 @@ It is a lower bound still.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import sympy
 
@@ -81,6 +82,11 @@ def _corrected(
     served_forward = per_request * of("forward_requests") + per_byte * (read_forward + written_forward)
     next_adam_s = adam(of("next_adam_parameters"), *rates)
 
+    def interpreter_s(stage: str) -> Expression:
+        """Beside a GPU, of one thread at a time: the one that launches kernels, or a lane's."""
+        launched = of("op_overhead_s") * of(f"{stage}_launches")
+        return launched + of("interpreter_s_per_job") * of(f"{stage}_jobs")
+
     def one_core_s(updated_bytes: str) -> Expression:
         return of("cores_beside_adam") * of(updated_bytes) / STATE_BYTES / of("adam_parameters_per_s")
 
@@ -103,6 +109,7 @@ def _corrected(
             + of("next_returned_bytes") / h2d
             + drives(of("next_serial_read_bytes"), of("next_serial_write_bytes")),
         ),
+        Term("python", interpreter_s("forward")),
     )
     repeated, repeated_held = of("repeated_state_bytes"), of("repeated_held_nvme_bytes")
     adam_s = adam(of("adam_parameters") + repeated / STATE_BYTES, *rates)
@@ -138,6 +145,7 @@ def _corrected(
             "updates",
             of("first_gradient_s") + drives(of("state_read_bytes"), of("state_write_bytes") + held + next_held),
         ),
+        Term("python", interpreter_s("backward")),
     )
     late_adam_s = adam(of("late_adam_parameters"), *rates)
     late_serial_s = drives(of("late_serial_read_bytes"), of("late_serial_write_bytes"))
@@ -188,7 +196,9 @@ def _of_a_model() -> CostModel:
         # The papers give no rate of reads and writes mixed.
         lambda read_bytes, write_bytes: in_turns(read_bytes, write_bytes, read, write),
     )
-    return CostModel(model.name, model.stages[:2])
+    # Nor do they count what an interpreter takes.
+    stages = [replace(s, terms=tuple(t for t in s.terms if t.lane != "python")) for s in model.stages[:2]]
+    return CostModel(model.name, tuple(stages))
 
 
 def _drives() -> CostModel:

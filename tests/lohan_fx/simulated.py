@@ -45,6 +45,7 @@ def machine(**changes: Any) -> HardwareProfile:
         "machine": "",
         "io_core_s_per_request": 1e-12,
         "io_core_s_per_byte": 1e-15,
+        "interpreter_s_per_job": 1e-12,
     }
     return HardwareProfile(**{**known, **changes})
 

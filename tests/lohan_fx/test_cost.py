@@ -35,6 +35,7 @@ HW = replace(
     adam_parameters_per_s=100.0,
     nvme=(DRIVE,),
     op_overhead_s=0.5,
+    interpreter_s_per_job=0.25,
 )
 WORK = Work(
     forward_s=7.0,
@@ -101,6 +102,7 @@ def test_forward_stage_by_hand() -> None:
         "ssd": pytest.approx(max(30 / 30 + 10 / 20, 20 / 22 + 20 / 30)),
         "fetches": 1.25 + 30 / 30,
         "cpu": 0.0,
+        "python": 0.0,
     }
 
 
@@ -113,8 +115,17 @@ def test_backward_stage_by_hand() -> None:
         "ssd": pytest.approx(max(reads / 30 + writes / 20, 2 * 140 / 22 + 40 / 30)),
         "cpu": 10.0,
         "updates": pytest.approx(max(2.5 + 120 / 30 + 140 / 20, 2.5 + 2 * 120 / 22 + 20 / 20)),
+        "python": 0.0,
     }
     assert backward_stage(WORK, HW).bottleneck == "compute"
+
+
+def test_beside_a_gpu_python_launches_kernels_and_runs_the_jobs_of_lanes() -> None:
+    work = replace(WORK, forward_launches=6, forward_jobs=10, backward_launches=12, backward_jobs=100)
+    assert forward_stage(work, HW).lanes_s["python"] == 6 * 0.5 + 10 * 0.25
+    backward = backward_stage(work, HW)
+    assert (backward.bottleneck, backward.seconds) == ("python", 12 * 0.5 + 100 * 0.25)
+    assert "python" not in backward_stage(work, replace(HW, device="cpu")).lanes_s
 
 
 def test_where_the_device_is_the_processor_adam_takes_its_time_from_compute() -> None:

@@ -63,7 +63,7 @@ def a_rate(name: str) -> bool:
 
 
 def a_time(name: str) -> bool:
-    named = name in SECONDS or name.endswith("_s") or name.startswith(("io_core_s_per_", "T_"))
+    named = name in SECONDS or name.endswith("_s") or name.startswith(("io_core_s_per_", "interpreter_s_per_", "T_"))
     return named and not a_rate(name)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lohan_fx import measure_contention
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.measure_contention import LEAST_S, lost_to_requests
+from lohan_fx.measure_contention import LEAST_S, lost_by_launching, lost_to_requests
 
 
 def test_both_are_positive_and_the_directory_is_empty_after(tmp_path: Path) -> None:
@@ -28,10 +28,17 @@ def test_without_a_drive_the_profile_keeps_its_defaults() -> None:
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_thread_that_launches_loses_something_to_the_lanes(tmp_path: Path, device: str) -> None:
+    assert LEAST_S <= lost_by_launching([str(tmp_path)], device, 0.6) < 0.1
+    assert not list(tmp_path.iterdir())
+    assert lost_by_launching([], device, 1.0) == HardwareProfile.interpreter_s_per_job
+
+
 def test_a_requests_cost_is_split_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """10 ms a request and 2 ns a byte."""
     costs = [0.01 + 2e-9 * nbytes for nbytes in measure_contention.SIZES]
-    monkeypatch.setattr(measure_contention, "_lost_s", lambda directory, dtype, seconds: costs)
+    monkeypatch.setattr(measure_contention, "_lost_s", lambda directory, compute, seconds, sizes: costs)
     monkeypatch.setattr(measure_contention, "_handover_s", lambda directory, dtype, seconds: 0.04)
     per_request, per_byte, handover_s = lost_to_requests([str(tmp_path)], torch.float32, 1.0)
     assert abs(per_request - 0.01) < 1e-9 and abs(per_byte - 2e-9) < 1e-15 and handover_s == 0.04

@@ -24,7 +24,8 @@ from lohan_fx.problem import Budgets, ParameterFacts, Problem
 from lohan_fx.step_time import step_seconds
 
 MIB = 1 << 20
-GPU = HardwareProfile.preset("rtx4090-12xP5510")
+GPU = replace(HardwareProfile.preset("rtx4090-12xP5510"), interpreter_s_per_job=1e-12)
+"""On which jobs take no time from the thread that launches: they are judged by themselves."""
 CPU = replace(
     GPU,
     device="cpu",

@@ -14,7 +14,7 @@ from lohan_fx.problem import ParameterFacts
 
 GIB = 1 << 30
 LAYERS = [ParameterFacts(f"layers.{i}.fc.weight", 100 << 20, 200 << 20, True) for i in range(4)]
-BEGAN = choose_windows(256 * GIB, LAYERS)
+BEGAN = choose_windows(31 * GIB, LAYERS)
 
 
 def burst(windows: Windows) -> float:
@@ -96,7 +96,7 @@ def test_a_shortage_that_a_coarse_simulation_hides_is_found_by_a_finer_one() -> 
 
 def test_what_several_drives_are_given_is_not_taken_back() -> None:
     """However much its bytes would save elsewhere: a simulated job has all drives, a real one goes to one of them."""
-    began = choose_windows(256 * GIB, LAYERS, drives=6)
+    began = choose_windows(31 * GIB, LAYERS, drives=6)
     found = staging.choose(
         began, lambda windows: 10.0, layer_elements=100 << 20, shared=False, per_byte_s=1e-6, free_bytes=0
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -59,6 +60,19 @@ def test_seconds_are_those_of_traffic(decision: Decision, handover_s: float) -> 
     work = traffic(halves, plan, flops_as_seconds, handover_s)
     assert seconds(program.forward) == work.forward_s
     assert seconds(program.backward) == work.backward_s + work.recompute_s
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=str)
+def test_what_is_launched_is_what_traffic_counts(decision: Decision) -> None:
+    found = captured("transformer")
+    plan = dataclasses.replace(plan_for(found, decision), device="cuda")
+    halves = rewrite(found, plan)
+    program, work = step_program(halves, plan, flops_as_seconds), traffic(halves, plan, flops_as_seconds)
+    for instructions, launches in (
+        (program.forward, work.forward_launches),
+        (program.backward, work.backward_launches),
+    ):
+        assert sum(i.launches for i in instructions if isinstance(i, Compute)) == launches > 0
 
 
 def seconds(program: Iterable[Instruction]) -> float:

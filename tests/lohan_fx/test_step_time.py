@@ -30,7 +30,9 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         mixed_bytes_per_s=draw(rates),
     )
     base = draw(st.sampled_from([GPU, CPU]))
-    return replace(base, nvme=(drive,), h2d_bytes_per_s=draw(rates), d2h_bytes_per_s=draw(rates))
+    per_job = draw(st.sampled_from([1e-6, 1e-4, 1e-2]))
+    links = {"h2d_bytes_per_s": draw(rates), "d2h_bytes_per_s": draw(rates)}
+    return replace(base, nvme=(drive,), interpreter_s_per_job=per_job, **links)
 
 
 moved = st.integers(0, 10**10)
@@ -71,11 +73,13 @@ def test_the_lines_are_the_cost_model(
     later_updated: int,
     again_bytes: int,
 ) -> None:
-    asked = problem(10**10, 10**10, shared=hw.device == "cpu")
+    asked = replace(problem(10**10, 10**10, shared=hw.device == "cpu"), launches=(300, 500))
     total = {
         Quantity.RECOMPUTE_S: again,
         Quantity.HANDED_OVER_FORWARD_S: again / 2,
         Quantity.HANDED_OVER_BACKWARD_S: again / 3,
+        Quantity.FORWARD_JOBS: late_updated if hw.device != "cpu" else 0,
+        Quantity.BACKWARD_JOBS: later_updated if hw.device != "cpu" else 0,
         Quantity.SWAPPED: swapped,
         Quantity.SWAPPED_NVME: int(part * swapped),
         Quantity.FETCHED_FORWARD: fetched,
