@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lohan_fx.forecast_table import format_rate
+from lohan_fx.plan import PYTHON_LANE
 from lohan_fx.timeline_chart import figure_modules
 from lohan_fx.what_if import Row
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _LANES = {"compute": "#0072B2", "h2d": "#009E73", "d2h": "#56B4E9", "ssd": "#E69F00", "cpu": "#8A8F98"}
+_PYTHON = {PYTHON_LANE: "#CC79A7"}
 
 
 def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
@@ -39,15 +41,17 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     )
     top.margins(y=0.12)
     top.set_ylabel(f"{unit} per second")
-    width = 0.8 / len(_LANES)
-    for place, (lane, color) in enumerate(_LANES.items()):
+    beside_gpu = any(PYTHON_LANE in answer.prediction.lanes_s for _, answer in found)
+    lanes = _LANES | (_PYTHON if beside_gpu else {})
+    width = 0.8 / len(lanes)
+    for place, (lane, color) in enumerate(lanes.items()):
         seconds = [row.found.prediction.lanes_s.get(lane, 0.0) if row.found else 0.0 for row in rows]
-        offsets = [x + (place - 2) * width for x in range(len(rows))]
+        offsets = [x + (place - (len(lanes) - 1) / 2) * width for x in range(len(rows))]
         bottom.bar(offsets, seconds, width=width, color=color, label=lane)
     steps = [row.found.step_s if row.found else float("nan") for row in rows]
     bottom.plot(range(len(rows)), steps, "k_", markersize=24, markeredgewidth=2, label="step")
     bottom.set_ylabel("seconds per step")
-    bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, frameon=False, fontsize=9)
+    bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(lanes) + 1, frameon=False, fontsize=9)
     for axes in (top, bottom):
         axes.set_xticks(range(len(rows)), labels, rotation=0 if len(rows) < 9 else 45)
         axes.set_axisbelow(True)
