@@ -66,9 +66,11 @@ def words() -> MetaCapture:
 def test_what_stays_and_what_goes_take_turns_where_compute_would_wait(
     words: MetaCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = replace(ASKED, host_memory_bytes=32 * GIB, device_memory_bytes=10 * GIB)
+    """Where jobs take nothing of the interpreter, which the formula sees as a lane by itself: with it they are 8.4% apart."""
+    hw = replace(GPU, interpreter_s_per_job=1e-12)
+    asked = replace(ASKED, hw=hw, host_memory_bytes=32 * GIB, device_memory_bytes=10 * GIB)
     turns, turns_s = planned(words, asked)
-    assert turns.prediction is not None and turns_s == pytest.approx(turns.prediction.step_s, rel=0.1)
+    assert turns.prediction is not None and turns_s == pytest.approx(turns.prediction.step_s, rel=0.08)
     monkeypatch.setattr(plan_search, "_taking_turns", lambda plan, problem, *_: problem)
     row, row_s = planned(words, asked)
     assert turns_s < 0.92 * row_s
