@@ -3,7 +3,7 @@ and ``runtime/chunk_pipeline.py``.
 
 The order of acquiring, reading, updating and writing is theirs, method for method, because what overlaps what is
 decided there. Gradients that the plan gives a home are held there until ``step``, which applies them at once or begins
-to, in the order in which the forward fetched their parameters.
+to, in the order in which the forward waited for their parameters.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SimulatedOptimizer:
         self._taken: dict[str, None] = {}
         self.leaving: dict[str, None] = {}
         """The parameters whose gradients were handed over, and are still there."""
-        self.fetched: dict[str, None] = {}
-        """The parameters in the order in which the last forward fetched them; kept by who runs that."""
+        self.wanted: dict[str, None] = {}
+        """The parameters in the order in which the last forward waited for them; kept by who runs that."""
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
@@ -146,8 +146,8 @@ class SimulatedOptimizer:
         for parameter in (p for p in held if p not in later):
             yield from self._apply(parameter)
         yield from self._barrier()
-        fetched = {name: place for place, name in enumerate(self.fetched)}
-        for parameter in sorted(later, key=lambda p: fetched.get(p.name, len(fetched))):
+        wanted = {name: place for place, name in enumerate(self.wanted)}
+        for parameter in sorted(later, key=lambda p: wanted.get(p.name, len(wanted))):
             yield from self._apply(parameter)
         self._repeat()
 

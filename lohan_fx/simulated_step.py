@@ -138,6 +138,8 @@ class _Step:
         self._program = program
         self._optimizer = SimulatedOptimizer(machine)
         self._transfers = SimulatedTransfers(machine, self._optimizer.pending)
+        instructions = (*program.forward, *program.backward)
+        self._brings = {found.node: found.parameter for found in instructions if isinstance(found, Fetch)}
         self._begun_s = 0.0
         self._ends_s: dict[str, float] = {}
         self._coming: dict[tuple[str, str], int] = {}
@@ -154,7 +156,7 @@ class _Step:
 
     def _run_once(self) -> Thread:
         program, memory = self._program, self._machine.memory
-        self._optimizer.fetched.clear()
+        self._optimizer.wanted.clear()
         yield from self._stage("forward", program.forward, program.forward_base_bytes)
         if program.backward:
             yield from self._stage("backward", program.backward, program.backward_base_bytes)
@@ -195,13 +197,14 @@ class _Step:
                     yield from machine.compute.run(machine.computing(found.seconds, found.touched_bytes))
                 machine.memory.change(graph=found.change_bytes)
             case Fetch():
-                self._optimizer.fetched.setdefault(found.parameter)
                 self._transfers.fetch(found)
             case SwapOut():
                 yield from self._transfers.swap_out(found)
             case SwapIn():
                 self._transfers.swap_in(found)
             case Wait():
+                if (brought := self._brings.get(found.started)) is not None:
+                    self._optimizer.wanted.setdefault(brought)
                 yield from self._transfers.wait(found)
             case Offload():
                 parameter = machine.parameters[found.parameter]

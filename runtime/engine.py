@@ -124,7 +124,7 @@ class Engine:
             window_bytes=windows.gradient_bytes,
         )
         self.updates.connect(optimizer, shares_memory=machine.link.shares_memory)
-        self._stream = ParameterStream(machine, self.slots, self.residency, optimizer.pending)
+        self._stream = ParameterStream(machine, self.slots, self.residency, optimizer.pending, self.updates.wanted)
         return machine
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -149,7 +149,6 @@ class Engine:
 
     def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
         del shell
-        self.updates.fetched(slot)
         self.resident_limit.look(slot)
         return self._stream.fetch(slot)
 

@@ -34,7 +34,8 @@ Parts = Sequence[Callable[[], object]]
 
 
 class ParameterStream:
-    """Brings parameters to the device. ``pending``: the update of a slot that is under way, or None."""
+    """Brings parameters to the device. ``pending``: the update of a slot that is under way, or None; ``wanted`` is told what
+    compute goes on with, slot by slot."""
 
     def __init__(
         self,
@@ -42,11 +43,13 @@ class ParameterStream:
         slots: Mapping[int, ParameterSlot],
         residency: Mapping[int, Residency],
         pending: Callable[[int], Arrival | None],
+        wanted: Callable[[int], None],
     ) -> None:
         self._machine = machine
         self._slots = slots
         self._residency = residency
         self._pending = pending
+        self._wanted = wanted
 
     def fetch(self, slot: int) -> torch.Tensor:
         """Start bringing ``slot`` to the device; ``ops.wait`` on the result waits for it."""
@@ -54,6 +57,7 @@ class ParameterStream:
         machine, update = self._machine, self._pending(slot)
         if resident.compute is not None and resident.on_device:
             value = resident.compute.view(parameter.shape)
+            self._wanted(slot)  # what needs no transfer is fetched where it is used (``schedule``)
             if update is not None:
                 arrival = Arrival(f"fetch of {parameter.name}", 1, PATIENCE_S)
                 update.then(functools.partial(_start_after, update, arrival, [arrival.part_done]))
@@ -70,8 +74,12 @@ class ParameterStream:
                 part()
         else:
             update.then(functools.partial(_start_after, update, arrival, parts))
-        ops.expect(value, functools.partial(wait_for, machine, arrival, value))
+        ops.expect(value, functools.partial(self._wait_for, slot, arrival, value))
         return value
+
+    def _wait_for(self, slot: int, arrival: Arrival, value: torch.Tensor) -> None:
+        self._wanted(slot)
+        wait_for(self._machine, arrival, value)
 
     def _in_place(self, parameter: ParameterSlot, arrival: Arrival, pieces: Pieces) -> tuple[torch.Tensor, Parts]:
         """The value, which lies on pages of its own, and what starts the reads straight into it."""

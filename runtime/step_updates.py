@@ -45,7 +45,7 @@ class StepUpdates:
         self.holds = False
         self.step = 0
         self._dropped: set[int] = set()
-        self._fetched: dict[int, None] = {}
+        self._wanted: dict[int, None] = {}
         self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
@@ -60,11 +60,12 @@ class StepUpdates:
     # --- a step's gradients arrive ----------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        self._fetched.clear()
+        self._wanted.clear()
 
-    def fetched(self, slot: int) -> None:
-        """The forward has asked for ``slot``: the order in which updates beside the next one are wanted."""
-        self._fetched.setdefault(slot)
+    def wanted(self, slot: int) -> None:
+        """Compute goes on with ``slot``: the order in which the next forward will want what is updated beside it. Fetches
+        have another, since those that the drives bring start early."""
+        self._wanted.setdefault(slot)
 
     @contextmanager
     def backward(self, reached: Collection[int]) -> Iterator[None]:
@@ -243,9 +244,9 @@ class StepUpdates:
 
     def _to_apply(self) -> tuple[list[int], list[int]]:
         """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins: first
-        those that are updated at once, then as the forward fetched them."""
+        those that are updated at once, then as the forward wanted them."""
         held = [slot for slot in self._slots if self._gradients.holds(slot)]
-        order = {slot: place for place, slot in enumerate(self._fetched)}
+        order = {slot: place for place, slot in enumerate(self._wanted)}
         held.sort(key=lambda slot: (not self._ready().updated_here(slot), order.get(slot, len(order))))
         later = {slot for slot in held if self.holds or self._gradients.deferred(slot)}
         return [slot for slot in held if slot not in later], [slot for slot in held if slot in later]

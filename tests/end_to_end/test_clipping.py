@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import threading
@@ -15,9 +16,11 @@ from torch import nn
 
 import lohan_fx
 from benchmarks.forced_holding import leave_no_memory_to_hold
+from lohan_fx import meta, ops, problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Tier
 from lohan_fx.runtime.nvme_store import NvmeStore
 from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, Run, assert_same, assert_same_weights, weights_of
@@ -197,6 +200,34 @@ def test_a_step_returns_before_its_updates_and_a_fetch_waits_for_them(
     for _ in range(3):
         step(expected, adam)
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_updates_come_in_the_order_in_which_the_forward_wants_them(
+    on_nvme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the drives bring is fetched early, before what is in memory and used before it; simulated as it runs."""
+    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 0)
+    model = PERCEPTRON.build()
+    with on_nvme(model, hold_gradients=True):
+        plan = lohan_fx.prepare(model, **vectors())
+    homes = {p.name: Tier.DEVICE if p.name == "up.weight" else Tier.NVME for p in plan.parameters}
+    parameters = tuple(dataclasses.replace(p, home=homes[p.name], states_home=Tier.NVME) for p in plan.parameters)
+    with on_nvme(model, hold_gradients=True, plan=dataclasses.replace(plan, parameters=parameters)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        monitor = lohan_fx.Monitor(model)
+        step(model, optimizer)
+        model.state_dict()  # waits for the updates of this step
+        with monitor.record() as events:
+            step(model, optimizer)
+            model.state_dict()
+        forward = compiled(model).halves[-1].forward
+        fetched = [meta.origin(node) for node in forward.graph.find_nodes(op="call_function", target=ops.FETCH)]
+        waits = forward.graph.find_nodes(op="call_function", target=ops.WAIT)
+        wanted = [f"update of {meta.origin(node.args[0])}" for node in waits]
+        assert fetched[-1] == "up.weight" and wanted[0] == "update of up.weight"
+        for step_events in (events, lohan_fx.simulate(model).events):
+            updates = sorted((e for e in step_events if e.lane == "cpu"), key=lambda e: e.start_s)
+            assert [e.label for e in updates] == wanted
 
 
 def hold_writes(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
