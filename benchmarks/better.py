@@ -37,8 +37,8 @@ from workload import Streamed, case_arguments, chosen, streamed
 from lohan_fx.compile import compiled as compiled_model
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import lowest_tier
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.planning.memory_model import lowest_tier
 from lohan_fx.policies import ALL
 
 MOST_RATIO = 1.03

@@ -25,7 +25,7 @@ from turns import Process, serve
 from workload import SIZES, Case, case_arguments, chosen, streamed
 
 import lohan_fx
-from lohan_fx.self_check import STAGES
+from lohan_fx.planning.self_check import STAGES
 
 MAX_NORM = 1.0
 MOST_RATIO = 1.10

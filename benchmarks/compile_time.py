@@ -23,8 +23,8 @@ from report import arguments, at_least_one, finish, own_folder, profile
 from workload import Workload, alternating
 
 import lohan_fx
-from lohan_fx import op_times
 from lohan_fx.capture import prepare_dynamo
+from lohan_fx.measuring import op_times
 
 MOST_RATIO = 1.5
 NARROW = Workload("narrow", 1, 16)

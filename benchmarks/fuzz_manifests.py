@@ -31,11 +31,11 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx.checkpoints.resuming import take_up
+from lohan_fx.commands.fsck_command import write_safetensors
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StoreError
-from lohan_fx.fsck_command import write_safetensors
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.resuming import take_up
 from lohan_fx.runtime.generation_files import read_generations
 from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool, Reservation
 from lohan_fx.runtime.manifest import Manifest, sealed

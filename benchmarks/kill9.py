@@ -191,7 +191,7 @@ def train(
     compile_module: Any = importlib.import_module("lohan_fx.compile")
     compile_module.NvmeStore = lambda *args, **options: NvmeStore(*args, **options, backend=backend)
     # So that parameters of this size are streamed, too.
-    importlib.import_module("lohan_fx.problem").SMALL_PARAMETER_ELEMENTS = 0  # type: ignore[attr-defined]
+    importlib.import_module("lohan_fx.planning.problem").SMALL_PARAMETER_ELEMENTS = 0  # type: ignore[attr-defined]
     model = Model()
     hw = dataclasses.replace(HardwareProfile.preset("rtx4090-12xP5510"), device="cpu", nvme=())
     with warnings.catch_warnings():

@@ -25,9 +25,9 @@ from typing import Any
 from report import arguments, at_least_one, finish, own_folder, profile
 from workload import SIZES, Workload, memory_bytes, streamed
 
-from lohan_fx.budgets import parse_bytes
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.planning.budgets import parse_bytes
 from lohan_fx.process_memory import forget_peak_rss
 
 MOST_BYTES = {"3b": 6_000_000_000}

@@ -31,11 +31,11 @@ from workload import Case, Streamed, Workload, case_arguments, chosen, streamed
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.plan import Tier
+from lohan_fx.planning.self_check import STAGES, StepCheck
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.timeline import Event
-from lohan_fx.self_check import STAGES, StepCheck
 
 MOST_RATIO = 1.10
 AMPLE_BYTES = 1 << 40

@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 import lohan_fx
-from lohan_fx import holding
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.meta import Cost
 from lohan_fx.plan import Plan
+from lohan_fx.planning import holding
 from lohan_fx.runtime import adam
 from lohan_fx.runtime.device_link import CpuLink
 from lohan_fx.runtime.nvme_store import NvmeStore

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from paper_evidence import Evidence
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.model_presets import named
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.models.model_presets import named
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 TOKENS = 1024
 SHEET_4090 = 165.2e12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lohan_fx.event_clock import Clock, Job, SimulatedLane, Thread
+from lohan_fx.simulation.event_clock import Clock, Job, SimulatedLane, Thread
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from paper_evidence import Evidence, Number, Row, equal, holds, inside
 from paper_steps import gemini_seconds, gpu_seconds, lohan_step, zero_infinity_seconds, zero_infinity_values
 
 from lohan_fx.cost_models import g10, zero_infinity
-from lohan_fx.model_presets import named
-from lohan_fx.system_memory import IN_GPU_BYTES
+from lohan_fx.forecasting.system_memory import IN_GPU_BYTES
+from lohan_fx.models.model_presets import named
 
 
 def language_models(e: Evidence) -> list[Number]:

@@ -13,8 +13,8 @@ from paper_events import LspLayer, lsp_tasks, play
 from paper_evidence import Evidence, Number, Row, equal, holds, inside
 
 from lohan_fx.cost_models import lsp_offload, zero_offload
-from lohan_fx.model_presets import named
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.models.model_presets import named
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 STATE_BYTES = {"params": 2, "optimizer": 6}
 """Per parameter, fp16: G16 and two moments count as the optimizer's (S-ES-01)."""

@@ -8,9 +8,9 @@ import numpy as np
 from paper_constants import counts, gib
 from paper_evidence import MOST_ERROR, Evidence
 
-from lohan_fx.model_presets import named
-from lohan_fx.system_memory import StreamedMemory, ZeroInfinityMemory
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.forecasting.system_memory import StreamedMemory, ZeroInfinityMemory
+from lohan_fx.models.model_presets import named
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 LOHAN_MODELS = ("6b", "13b", "30b", "70b", "135b", "175b", "276b", "412b")
 BATCHES = range(8, 257, 8)

@@ -17,8 +17,8 @@ from paper_memory import (
     zero_infinity_needs,
 )
 
-from lohan_fx.model_presets import named
-from lohan_fx.system_memory import GEMINI_HOST_BYTES, IN_GPU_BYTES
+from lohan_fx.forecasting.system_memory import GEMINI_HOST_BYTES, IN_GPU_BYTES
+from lohan_fx.models.model_presets import named
 
 
 def _zero_infinity_largest(e: Evidence, main_gib: float, processes: int = 1) -> str:

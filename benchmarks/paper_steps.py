@@ -9,7 +9,7 @@ from paper_constants import Gpu, a100, rtx4090
 from paper_evidence import Evidence
 
 from lohan_fx.cost_models import gemini, lohan, zero_infinity, zero_offload
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 
 @dataclass(frozen=True)

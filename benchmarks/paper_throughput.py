@@ -20,9 +20,9 @@ from paper_steps import (
 )
 
 from lohan_fx.cost_models import zero_infinity
-from lohan_fx.model_presets import named
-from lohan_fx.system_memory import IN_GPU_BYTES
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.forecasting.system_memory import IN_GPU_BYTES
+from lohan_fx.models.model_presets import named
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 LARGEST_BATCH = 60
 SPEED = ("L-ME-13", "L-ME-14", "L-ME-15", "F-ME-01", "F-ME-03")

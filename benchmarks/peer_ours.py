@@ -30,7 +30,7 @@ from lohan_fx import compile_arguments
 from lohan_fx.compile import compiled
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.plan import Tier
-from lohan_fx.self_check import LEARNING_STEPS, WARM_UP_STEPS
+from lohan_fx.planning.self_check import LEARNING_STEPS, WARM_UP_STEPS
 
 LEAST_WARM_UP = 2
 REVISING = WARM_UP_STEPS + LEARNING_STEPS + 1

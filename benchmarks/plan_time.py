@@ -24,7 +24,7 @@ from typing import Any
 
 from report import at_least_one, finish
 
-from lohan_fx.model_presets import named
+from lohan_fx.models.model_presets import named
 
 CORES = 2
 MODEL = "gpt3-175b"

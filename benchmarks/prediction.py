@@ -37,13 +37,14 @@ from report import arguments, at_least_one, device_argument, finish, name_on, ow
 from workload import Streamed, case_arguments, chosen, memory_bytes, stolen_core_s, streamed
 
 import lohan_fx
-from lohan_fx import cost, op_times
-from lohan_fx.budgets import mean_request_bytes
+from lohan_fx import cost
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.measure_contention import few_ops, runs_per_s
+from lohan_fx.measuring import op_times
+from lohan_fx.measuring.measure_contention import few_ops, runs_per_s
 from lohan_fx.passes.traffic import padding_bytes
-from lohan_fx.predict import predict, work_of
+from lohan_fx.planning.budgets import mean_request_bytes
+from lohan_fx.planning.predict import predict, work_of
 from lohan_fx.request import Request
 
 WITHIN, MOST, OF = 0.10, 0.20, 10 / 12

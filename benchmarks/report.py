@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lohan_fx
-from lohan_fx import machine
+from lohan_fx.measuring import machine
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED_BY = "measured_by"

@@ -26,9 +26,9 @@ from turns import Process, serve
 from workload import Case, Streamed, case_arguments, chosen, streamed
 
 import lohan_fx
-from lohan_fx import staging
-from lohan_fx.budgets import choose_windows
 from lohan_fx.plan import Windows
+from lohan_fx.planning import staging
+from lohan_fx.planning.budgets import choose_windows
 from lohan_fx.units import format_bytes
 
 MOST_RATIO = 1.03

@@ -29,9 +29,9 @@ from workload import LR, SIZES, Workload, dtype_argument
 
 import lohan_fx
 from lohan_fx import process_memory
-from lohan_fx.budgets import parse_bytes
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.planning.budgets import parse_bytes
 
 UNTOUCHED_BYTES = 128 << 20
 """Address space that RLIMIT_DATA counts and nobody touches: 8 MiB for the stack of each thread, holes in the heap."""

@@ -19,8 +19,8 @@ from transformers.initialization import no_init_weights
 
 import lohan_fx
 from lohan_fx.compile import compiled
-from lohan_fx.dit import DiT, example_inputs
-from lohan_fx.self_check import typical
+from lohan_fx.models.dit import DiT, example_inputs
+from lohan_fx.planning.self_check import typical
 
 SIZES = {
     # layers, hidden, heads, key-value heads, feed-forward, vocabulary

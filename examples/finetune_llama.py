@@ -35,14 +35,14 @@ from torch.nn import functional as F
 
 import lohan_fx
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_report import MemoryReport
-from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan
-from lohan_fx.plan_table import plan_summary
 from lohan_fx.policies import POLICIES
+from lohan_fx.reporting.memory_report import MemoryReport
+from lohan_fx.reporting.monitor import StepReport
+from lohan_fx.reporting.plan_table import plan_summary
+from lohan_fx.reporting.timeline_chart import draw
 from lohan_fx.runtime.timeline import Event
 from lohan_fx.store_directories import default_nvme_root
-from lohan_fx.timeline_chart import draw
 from lohan_fx.units import format_bytes
 
 STEPS = 40

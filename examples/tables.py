@@ -9,10 +9,10 @@ import torch
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Lane
-from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan, Prediction
-from lohan_fx.plan_table import table
-from lohan_fx.self_check import STAGES, StepCheck, foretold
+from lohan_fx.planning.self_check import STAGES, StepCheck, foretold
+from lohan_fx.reporting.monitor import StepReport
+from lohan_fx.reporting.plan_table import table
 from lohan_fx.units import format_bytes, format_seconds
 
 COMPARED_STEPS = 8

@@ -7,11 +7,9 @@ live on NVMe.
 
 import logging
 
-from lohan_fx.build_on_disk import build_on_disk
-from lohan_fx.checkpoint import Resumed, checkpoint, resume
+from lohan_fx.checkpoints.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.clipping import clip_grad_norm_, grad
 from lohan_fx.compile import compile, prepare, release, releasing
-from lohan_fx.dump import dump
 from lohan_fx.errors import (
     CaptureError,
     InfeasiblePlan,
@@ -25,14 +23,16 @@ from lohan_fx.errors import (
 )
 from lohan_fx.grad_scaler import GradScaler
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.live_view import LiveView
-from lohan_fx.monitor import Monitor
 from lohan_fx.optim import Adam, AdamW
+from lohan_fx.parameters.build_on_disk import build_on_disk
 from lohan_fx.plan import Plan
+from lohan_fx.reporting.dump import dump
+from lohan_fx.reporting.live_view import LiveView
+from lohan_fx.reporting.monitor import Monitor
 
 # This shadows the subpackage of the same name, which ``from lohan_fx.policies import ...`` still finds.
-from lohan_fx.policy_table import policies
-from lohan_fx.simulator import Simulation, simulate
+from lohan_fx.reporting.policy_table import policies
+from lohan_fx.simulation.simulator import Simulation, simulate
 
 __version__ = "0.1.0"
 

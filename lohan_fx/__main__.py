@@ -2,7 +2,7 @@
 
 import sys
 
-from lohan_fx.cli import main
+from lohan_fx.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 from lohan_fx import ops
 from lohan_fx.buffered import linked
 from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.parameters.reached import Sources, noting_undefined, sources_of
+from lohan_fx.parameters.shell import Shell
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
@@ -25,12 +27,10 @@ from lohan_fx.passes.touched_values import outliving_bytes
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
-from lohan_fx.reached import Sources, noting_undefined, sources_of
 from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
-from lohan_fx.shell import Shell
 
 Result = TypeVar("Result")
 

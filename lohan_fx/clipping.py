@@ -17,8 +17,8 @@ from torch import nn
 
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
+from lohan_fx.parameters.shell import Shell
 from lohan_fx.runtime.engine import slots_by_name
-from lohan_fx.shell import Shell
 
 
 def clip_grad_norm_(

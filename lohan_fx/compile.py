@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lohan_fx import inductor, ops, process_memory
-from lohan_fx.budgets import choose_windows, default_host_memory_bytes, make_budgets, mean_request_bytes, parse_bytes
+from lohan_fx.checkpoints.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
@@ -18,19 +18,25 @@ from lohan_fx.compile_arguments import (
     warn_if_slow,
 )
 from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel
-from lohan_fx.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.meta_init import Initialize
-from lohan_fx.original_parameters import slots_of
+from lohan_fx.parameters.filling import allocate, buffers_to_resume, check_files, fill, install
+from lohan_fx.parameters.meta_init import Initialize
+from lohan_fx.parameters.original_parameters import slots_of
+from lohan_fx.parameters.weight_files import Weights, open_weights
 from lohan_fx.plan import Plan, Windows
-from lohan_fx.problem import ParameterFacts
+from lohan_fx.planning.budgets import (
+    choose_windows,
+    default_host_memory_bytes,
+    make_budgets,
+    mean_request_bytes,
+    parse_bytes,
+)
+from lohan_fx.planning.problem import ParameterFacts
+from lohan_fx.planning.staging import least_chunk_elements
 from lohan_fx.request import Request
-from lohan_fx.resuming import as_on_disk, take_up, to_resume
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.nvme_store import NvmeStore
-from lohan_fx.staging import least_chunk_elements
 from lohan_fx.store_directories import Directories, bandwidths, directories_for, drives_of, is_temporary
-from lohan_fx.weight_files import Weights, open_weights
 
 Bytes = int | float | str
 

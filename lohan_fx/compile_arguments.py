@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from lohan_fx.compiled_model import ATTRIBUTE
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.meta_init import Initialize
+from lohan_fx.parameters.meta_init import Initialize
+from lohan_fx.parameters.shell import Shell
 from lohan_fx.plan import Plan
+from lohan_fx.planning.problem import ParameterFacts
 from lohan_fx.policies import runnable
-from lohan_fx.problem import ParameterFacts
-from lohan_fx.shell import Shell
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

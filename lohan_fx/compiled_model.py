@@ -21,27 +21,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
-from lohan_fx.correction import correction
-from lohan_fx.expected_peak import added_bytes, transit_of
-from lohan_fx.held_gradient import HeldGradient
 from lohan_fx.interrupts import interrupt_waits
-from lohan_fx.memory_model import resident_bytes
-from lohan_fx.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.optim import refuse_foreign_step
-from lohan_fx.original_parameters import Original
+from lohan_fx.parameters.held_gradient import HeldGradient
+from lohan_fx.parameters.original_parameters import Original
+from lohan_fx.parameters.reached import Sources, reached
+from lohan_fx.parameters.shell import Shell, capturing, make_shell, streaming
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan, Prediction
+from lohan_fx.planning.correction import correction
+from lohan_fx.planning.expected_peak import added_bytes, transit_of
+from lohan_fx.planning.memory_model import resident_bytes
+from lohan_fx.planning.self_check import SelfCheck, may_be_beaten, typical, worth_revising
 from lohan_fx.process_memory import ProcessMemory
-from lohan_fx.reached import Sources, reached
+from lohan_fx.reporting.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
-from lohan_fx.self_check import SelfCheck, may_be_beaten, typical, worth_revising
-from lohan_fx.shell import Shell, capturing, make_shell, streaming
 
 _LOG = logging.getLogger(__name__)
 

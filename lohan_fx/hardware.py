@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self, TypeVar, get_type_hints
 import numpy as np
 import torch
 
-from lohan_fx import machine
+from lohan_fx.measuring import machine
 
 DTYPES = ("float32", "bfloat16", "float16")
 MEASUREMENT = "6"
@@ -188,7 +188,7 @@ class HardwareProfile:
         `device` is "cuda" where there is one, else "cpu". Progress goes to stderr. Raises ValueError for a
         directory that is missing, not writable or too full; removes the files it writes.
         """
-        from lohan_fx.measure import measure
+        from lohan_fx.measuring.measure import measure
 
         return measure(nvme, device=device, progress=progress, seconds=seconds)
 

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from lohan_fx import meta, segment_trial
+from lohan_fx import meta
+from lohan_fx.measuring import segment_trial
+from lohan_fx.measuring.segment_trial import Trial
 from lohan_fx.meta import Cost
 from lohan_fx.passes.cut_segments import Key, Run, Segment, extract, segments_of
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import bytes_at, peaks
 from lohan_fx.plan import Plan
-from lohan_fx.segment_trial import Trial
 
 _LOG = logging.getLogger(__name__)
 

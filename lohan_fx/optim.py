@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from lohan_fx.checkpoints.training_state import Parts, reserved_bytes, stopped_by_wear
 from lohan_fx.errors import OffloadedParameterError, StepError
+from lohan_fx.parameters.shell import Shell
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
-from lohan_fx.shell import Shell
-from lohan_fx.training_state import Parts, reserved_bytes, stopped_by_wear
 
 
 class Adam(torch.optim.Optimizer):

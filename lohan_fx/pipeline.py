@@ -10,8 +10,7 @@ from torch.fx import GraphModule
 
 from lohan_fx import inductor
 from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.memory_model import resident_bytes
-from lohan_fx.op_times import time_ops
+from lohan_fx.measuring.op_times import time_ops
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves, ParameterInput, Pass
 from lohan_fx.passes.insert_fetches import insert_fetches
@@ -22,8 +21,9 @@ from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import Plan
-from lohan_fx.plan_search import Rewrites, search
-from lohan_fx.predict import predict, predict_placed
+from lohan_fx.planning.memory_model import resident_bytes
+from lohan_fx.planning.plan_search import Rewrites, search
+from lohan_fx.planning.predict import predict, predict_placed
 from lohan_fx.request import Request, node_seconds, plan_of_homes
 
 PASSES: tuple[Pass, ...] = (

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lohan_fx import cost, inductor, staging
-from lohan_fx.budgets import mean_request_bytes, staging_bytes
+from lohan_fx import cost, inductor
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost
 from lohan_fx.plan import ParameterPlan, Plan, Windows
-from lohan_fx.plan_builder import homes_only
-from lohan_fx.problem import Budgets, ParameterFacts
+from lohan_fx.planning import staging
+from lohan_fx.planning.budgets import mean_request_bytes, staging_bytes
+from lohan_fx.planning.plan_builder import homes_only
+from lohan_fx.planning.problem import Budgets, ParameterFacts
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lohan_fx import cost
-from lohan_fx.memory_model import host_bytes, resident_bytes
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.traffic import (
     blocking_written_bytes,
@@ -15,9 +14,10 @@ from lohan_fx.passes.traffic import (
     states_written_bytes,
 )
 from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
+from lohan_fx.planning.memory_model import host_bytes, resident_bytes
+from lohan_fx.planning.problem import Problem
+from lohan_fx.planning.step_time import coming_back_seconds, handover_seconds
 from lohan_fx.policies.layout import Layout, between_blocks
-from lohan_fx.problem import Problem
-from lohan_fx.step_time import coming_back_seconds, handover_seconds
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lohan_fx.memory_model import check, missing
 from lohan_fx.passes.search import read, useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute
-from lohan_fx.plan_builder import saving
+from lohan_fx.planning.memory_model import check, missing
+from lohan_fx.planning.plan_builder import saving
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.layout import Layout
-from lohan_fx.problem import Problem
 
 ROUNDS = 16
 """At least this share of all candidates goes in each round: each is measured on graphs rewritten by it."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.eviction import all_kept, evict
 from lohan_fx.policies.layout import IN_CORE, Layout
 from lohan_fx.policies.traits import traits
-from lohan_fx.problem import Problem
 
 
 def _decide(layout: Layout, problem: Problem, hw: HardwareProfile) -> Plan:

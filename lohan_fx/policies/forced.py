@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check
 from lohan_fx.passes.search import useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
-from lohan_fx.plan_builder import build_plan, saving
+from lohan_fx.planning.memory_model import check
+from lohan_fx.planning.plan_builder import build_plan, saving
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.layout import PLACES
 from lohan_fx.policies.policy import Policy
-from lohan_fx.problem import Problem
 
 
 def forced(problem: Problem, decision: Decision, home: Tier, states_home: Tier) -> Plan:

@@ -20,16 +20,16 @@ import dataclasses
 from lohan_fx import cost
 from lohan_fx.cost_models import fuyou
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check
 from lohan_fx.meta import Lane
 from lohan_fx.passes.search import RecomputeClosure, flops_per_swap_second, units
 from lohan_fx.plan import Decision, Keep, Plan, Tier
-from lohan_fx.plan_builder import saving
+from lohan_fx.planning.memory_model import check
+from lohan_fx.planning.plan_builder import saving
+from lohan_fx.planning.prefetch import with_prefetch
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.estimate import work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
 from lohan_fx.policies.traits import round_trip_s
-from lohan_fx.prefetch import with_prefetch
-from lohan_fx.problem import Problem
 
 ACTIVATIONS = "between blocks and by benefit swapped to NVMe, the rest recomputed"
 

@@ -12,10 +12,10 @@ import dataclasses
 from lohan_fx.cost_models import g10
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Swap, Tier
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.eviction import all_kept, evict
 from lohan_fx.policies.layout import DecideIn, Layout
 from lohan_fx.policies.traits import round_trip_s, traits
-from lohan_fx.problem import Problem
 
 _LAYOUT = Layout(Tier.NVME, Tier.NVME, Tier.NVME)
 _NOTE = "G10's optimizer runs on the GPU, which 14 bytes per parameter enter and leave; the prediction is of the CPU's"

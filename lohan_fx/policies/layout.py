@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lohan_fx import problem as problems
 from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
-from lohan_fx.plan_builder import build_plan, default_homes, saving
+from lohan_fx.planning import problem as problems
+from lohan_fx.planning.memory_model import check
+from lohan_fx.planning.plan_builder import build_plan, default_homes, saving
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.policy import Policy
-from lohan_fx.problem import Problem
 
 PLACES = {Tier.DEVICE: "device", Tier.HOST: "host RAM", Tier.NVME: "NVMe"}
 

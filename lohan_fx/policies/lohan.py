@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lohan_fx.cost_models import lohan
-from lohan_fx.joint_search import joint_search
+from lohan_fx.planning.joint_search import joint_search
 from lohan_fx.policies.policy import Policy
 
 LOHAN: Policy = Policy(

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection
 
 from lohan_fx import cost
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import check, missing
 from lohan_fx.passes.search import search, useful
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Tier
+from lohan_fx.planning.memory_model import check, missing
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.layout import STREAMED, Layout, between_blocks, swap
 from lohan_fx.policies.lohan import LOHAN
-from lohan_fx.problem import Problem
 
 ATTEMPTS = 6
 """How often a plan whose graphs turn out to need more is made again with less room."""

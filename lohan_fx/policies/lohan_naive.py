@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.joint_search import joint_search
 from lohan_fx.plan import Plan
+from lohan_fx.planning.joint_search import joint_search
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.lohan import LOHAN
-from lohan_fx.problem import Problem
 
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:

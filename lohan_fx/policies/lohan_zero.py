@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from lohan_fx import problem as problems
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.holding import ATTEMPTS
-from lohan_fx.joint_search import joint_search
-from lohan_fx.memory_model import check, missing, needed
 from lohan_fx.plan import SUM_BYTES, Plan, Tier
+from lohan_fx.planning import problem as problems
+from lohan_fx.planning.holding import ATTEMPTS
+from lohan_fx.planning.joint_search import joint_search
+from lohan_fx.planning.memory_model import check, missing, needed
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.layout import waiting
 from lohan_fx.policies.lohan import LOHAN
-from lohan_fx.problem import Problem
 
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:

@@ -22,16 +22,16 @@ from scipy.sparse import coo_array
 
 from lohan_fx import cost
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import missing
 from lohan_fx.meta import Lane
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.search import read
 from lohan_fx.passes.solver import milp
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.planning.memory_model import missing
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.estimate import Room, room, work
 from lohan_fx.policies.eviction import all_kept
 from lohan_fx.policies.layout import DecideIn, Layout, between_blocks
-from lohan_fx.problem import Problem
 
 TIME_LIMIT_S = 20.0
 GAP = 1e-4

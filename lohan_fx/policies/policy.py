@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lohan_fx.cost_models.formula import CostModel
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
-from lohan_fx.problem import Problem
+from lohan_fx.planning.problem import Problem
 
 Decide = Callable[[Problem, HardwareProfile], Plan]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Keep, Plan, Tier
+from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.eviction import all_kept
 from lohan_fx.policies.layout import Layout, swap
-from lohan_fx.problem import Problem
 
 _LAYOUT = Layout(Tier.HOST, Tier.HOST)
 

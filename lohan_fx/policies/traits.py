@@ -8,8 +8,8 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.search import useful
 from lohan_fx.plan import Keep, Tier
-from lohan_fx.plan_builder import saving
-from lohan_fx.problem import Problem
+from lohan_fx.planning.plan_builder import saving
+from lohan_fx.planning.problem import Problem
 
 
 @dataclass(frozen=True)

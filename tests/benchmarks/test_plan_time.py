@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 from transformers import AutoConfig
 
-from lohan_fx.model_families import build, model_from_config
-from lohan_fx.model_presets import named
+from lohan_fx.models.model_families import build, model_from_config
+from lohan_fx.models.model_presets import named
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 import lohan_fx
-from lohan_fx import problem
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.planning import problem
 from tests.end_to_end.recipes import cpu_profile
 
 

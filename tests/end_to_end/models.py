@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from lohan_fx.dit import DiT
+from lohan_fx.models.dit import DiT
 
 VOCABULARY = 96
 BATCH = 2

@@ -26,10 +26,10 @@ from torch.nn import functional as F
 
 import lohan_fx
 from benchmarks.forced_holding import leave_no_memory_to_hold
-from lohan_fx import holding, problem
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
-from lohan_fx.shell import Shell
+from lohan_fx.parameters.shell import Shell
+from lohan_fx.planning import holding, problem
 from tests.end_to_end.recipes import cpu_profile
 
 LOOPS = int(os.environ.get("LOHAN_LOOPS", "6"))

@@ -49,7 +49,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
             lambda directories, **arguments: NvmeStore(directories, **arguments, backend=backend),
         )
         # Parameters this small would otherwise stay in memory, where no fault can reach them.
-        monkeypatch.setattr("lohan_fx.problem.SMALL_PARAMETER_ELEMENTS", 0)
+        monkeypatch.setattr("lohan_fx.planning.problem.SMALL_PARAMETER_ELEMENTS", 0)
         model = Tiny()
         plain = Plain(model)
         lohan_fx.compile(

@@ -113,7 +113,7 @@ def begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
     def begin_it(policy: str = "recompute", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Training:
         if options.pop("streamed", True):
-            monkeypatch.setattr("lohan_fx.problem.SMALL_PARAMETER_ELEMENTS", 0)
+            monkeypatch.setattr("lohan_fx.planning.problem.SMALL_PARAMETER_ELEMENTS", 0)
         made.append(Training(directory, policy, dtype, **options))
         return made[-1]
 

@@ -16,11 +16,12 @@ from torch import nn
 
 import lohan_fx
 from benchmarks.forced_holding import leave_no_memory_to_hold
-from lohan_fx import meta, ops, problem
+from lohan_fx import meta, ops
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Tier
+from lohan_fx.planning import problem
 from lohan_fx.runtime.nvme_store import NvmeStore
 from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, Run, assert_same, assert_same_weights, weights_of

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lohan_fx.hardware import NvmeProfile
-from lohan_fx.monitor import StepReport
+from lohan_fx.reporting.monitor import StepReport
 from tests.tiny import profile
 
 ROOT = Path(__file__).resolve().parents[2]

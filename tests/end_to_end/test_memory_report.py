@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lohan_fx import memory_report
-from lohan_fx.memory_report import BETWEEN, HOLES, PARAMETERS, STAGING, STATES, UNACCOUNTED, VALUES
+from lohan_fx.reporting import memory_report
+from lohan_fx.reporting.memory_report import BETWEEN, HOLES, PARAMETERS, STAGING, STATES, UNACCOUNTED, VALUES
 
 ROOT = Path(__file__).resolve().parents[2]
 UNACCOUNTED_SHARE = 0.04

@@ -16,8 +16,8 @@ import lohan_fx
 from lohan_fx import pipeline
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import resident_bytes
 from lohan_fx.plan import Tier
+from lohan_fx.planning.memory_model import resident_bytes
 from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, Output, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain, train, weights_of
 

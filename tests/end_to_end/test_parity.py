@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx import staging
-from lohan_fx.budgets import choose_windows, fixed_bytes, parse_bytes
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier
+from lohan_fx.planning import staging
+from lohan_fx.planning.budgets import choose_windows, fixed_bytes, parse_bytes
 from tests.end_to_end.models import CASES, GPT2, T5, Case
 from tests.end_to_end.recipes import Run, assert_same, plain, plain_bf16, streamed, weights_of
 

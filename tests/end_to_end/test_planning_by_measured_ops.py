@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lohan_fx
-from lohan_fx import plan_search
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.independent_parts import independent_parts
+from lohan_fx.planning import plan_search
 from tests.end_to_end.models import LLAMA
 from tests.end_to_end.recipes import cpu_profile
 

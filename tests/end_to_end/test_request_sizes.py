@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import lohan_fx
-from lohan_fx import plan_search
-from lohan_fx.budgets import choose_windows, parse_bytes
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile, RequestRate
-from lohan_fx.planner import make_plan
-from lohan_fx.problem import Problem
+from lohan_fx.planning import plan_search
+from lohan_fx.planning.budgets import choose_windows, parse_bytes
+from lohan_fx.planning.planner import make_plan
+from lohan_fx.planning.problem import Problem
 from lohan_fx.runtime.generation_files import read_generations
-from lohan_fx.simulated_step import simulated_step_s
+from lohan_fx.simulation.simulated_step import simulated_step_s
 from tests.end_to_end.models import Case, Output
 from tests.end_to_end.recipes import assert_same_weights, train, weights_of
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import lohan_fx
-from lohan_fx import self_check
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.monitor import StepReport
-from lohan_fx.self_check import LEARNING_STEPS, WARM_UP_STEPS
+from lohan_fx.planning import self_check
+from lohan_fx.planning.self_check import LEARNING_STEPS, WARM_UP_STEPS
+from lohan_fx.reporting.monitor import StepReport
 from tests.end_to_end.models import GPT2, Case
 from tests.end_to_end.recipes import LR, cpu_profile
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import lohan_fx
 from benchmarks.forced_holding import leave_no_memory_to_hold
-from lohan_fx import holding, joint_model
 from lohan_fx.compile import compiled
 from lohan_fx.errors import InfeasiblePlan, StepError
 from lohan_fx.plan import Plan, Tier
+from lohan_fx.planning import holding, joint_model
 from tests.end_to_end.models import LLAMA, PERCEPTRON, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weights_of
 from tests.end_to_end.test_clipping import MAX_NORM, clipped, step

@@ -22,7 +22,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters this small would otherwise stay in memory, and write nothing."""
-    monkeypatch.setattr("lohan_fx.problem.SMALL_PARAMETER_ELEMENTS", 0)
+    monkeypatch.setattr("lohan_fx.planning.problem.SMALL_PARAMETER_ELEMENTS", 0)
 
 
 @pytest.fixture

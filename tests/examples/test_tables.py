@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from examples.tables import show_predicted_and_measured
-from lohan_fx.monitor import StepReport
 from lohan_fx.plan import Plan, Prediction, Stage, Windows
+from lohan_fx.reporting.monitor import StepReport
 
 WINDOWS = Windows(
     0, 0, 0, chunk_elements=4096, io_bytes=4096, io_buffers=1, optimizer_buffers=2, gradient_buffers=2, swap_out_bytes=0

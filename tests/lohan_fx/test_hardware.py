@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx import machine
 from lohan_fx.hardware import MEASUREMENT, HardwareProfile, NvmeProfile, Prices, RequestRate
+from lohan_fx.measuring import machine
 from lohan_fx.presets import PRESETS
 
 REQUEST = RequestRate(request_bytes=2**20, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.5e9)

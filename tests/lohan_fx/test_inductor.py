@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch._inductor import config
 
-from lohan_fx import inductor, meta, segment_trial
+from lohan_fx import inductor, meta
 from lohan_fx.inductor import AUTO, BOXED, INDUCTOR, compile_segments, mode_for
+from lohan_fx.measuring import segment_trial
 from lohan_fx.passes.cut_segments import Run, Segment, replace_segments, segments_of
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import bytes_at, peaks

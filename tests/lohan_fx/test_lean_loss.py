@@ -16,11 +16,11 @@ from torch import nn
 
 import lohan_fx
 from lohan_fx import lean_loss
+from lohan_fx.forecasting.meta_capture import meta_capture
 from lohan_fx.lean_loss import lean_causal_loss, with_lean_loss
-from lohan_fx.meta_capture import meta_capture
 from lohan_fx.passes.liveness import peaks
 from tests.end_to_end.models import VOCABULARY, gpt2, llama, tokens
-from tests.lohan_fx.test_meta_capture import GPU, MIB, Asked, make_request, plan_training
+from tests.lohan_fx.forecasting.test_meta_capture import GPU, MIB, Asked, make_request, plan_training
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import itertools
 import pytest
 
 from lohan_fx.cost_models import g10, lohan
-from lohan_fx.model_presets import named
-from lohan_fx.transformer_counts import TransformerCounts
+from lohan_fx.models.model_presets import named
+from lohan_fx.models.transformer_counts import TransformerCounts
 
 PEAK, DRIVES, LINK = 164.2e12, 28e9, 22.6e9
 

@@ -20,12 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan_fx import meta, ops, pipeline, plan_search, predict, problem
-from lohan_fx.budgets import MIB, choose_windows, make_budgets
+from lohan_fx import meta, ops, pipeline
 from lohan_fx.buffered import boxed, linked
 from lohan_fx.errors import InfeasiblePlan, VerifyError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.memory_model import resident_bytes
 from lohan_fx.passes import assign_buffers
 from lohan_fx.passes.activation_graph import closure
 from lohan_fx.passes.halves import Halves, ParameterInput
@@ -34,8 +32,11 @@ from lohan_fx.passes.traffic import PAGE_BYTES, padding_bytes
 from lohan_fx.passes.verify import ORDER
 from lohan_fx.pipeline import PASSES, compile_inference, compile_training, replan
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Use
+from lohan_fx.planning import plan_search, predict, problem
+from lohan_fx.planning.budgets import MIB, choose_windows, make_budgets
+from lohan_fx.planning.memory_model import resident_bytes
+from lohan_fx.planning.problem import ParameterFacts
 from lohan_fx.policies import POLICIES
-from lohan_fx.problem import ParameterFacts
 from lohan_fx.request import Request
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace

@@ -19,10 +19,10 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
 from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Windows
-from lohan_fx.planner import make_plan
+from lohan_fx.planning.planner import make_plan
+from lohan_fx.planning.problem import Budgets, ParameterFacts, Problem
 from lohan_fx.policies import ALL, FORCED, POLICIES, named, runnable
 from lohan_fx.policies.policy import Policy
-from lohan_fx.problem import Budgets, ParameterFacts, Problem
 from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
 
 GIB, MIB = 1 << 30, 1 << 20

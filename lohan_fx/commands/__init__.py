@@ -1,0 +1,1 @@
+"""commands: the command ``lohan-fx`` and what each of its subcommands does."""

@@ -1,0 +1,1 @@
+"""forecasting: ``lohan-fx plan``: what a training will be like, of models that were never materialised."""

@@ -1,0 +1,1 @@
+"""measuring: how fast this machine is, and how long each op of a graph takes on it."""

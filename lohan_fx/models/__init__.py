@@ -1,0 +1,1 @@
+"""models: architectures by their dimensions: presets, Hugging Face configs, counts."""

@@ -1,0 +1,104 @@
+"""memory_model: the bytes that a plan needs per tier, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lohan_fx.cost import STATE_BYTES
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
+from lohan_fx.planning.budgets import least_promise, staging_bytes
+from lohan_fx.planning.problem import Problem
+
+_AHEAD = ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes")
+"""Windows in memory of the device."""
+
+
+def resident_bytes(plan: Plan) -> tuple[int, int]:
+    """(device, host) bytes of parameters, states and waiting gradients that ``plan`` keeps in memory."""
+    found = [parameter_bytes(p, plan.device) for p in plan.parameters]
+    return sum(device for device, _ in found), sum(host for _, host in found)
+
+
+def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
+    """(device, host) bytes that one parameter, its states and its waiting gradient take."""
+    found = dict.fromkeys(Tier, 0)
+    found[p.home] += p.bytes
+    if p.states_home is not None:
+        # An fp32 master that is also what the graph computes with exists once where both are in one memory.
+        same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
+        found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
+    if p.gradient_home is not None:
+        found[p.gradient_home] += p.held_bytes
+    return found[Tier.DEVICE], found[Tier.HOST]
+
+
+def lowest_tier(plan: Plan) -> Tier:
+    """The slowest tier that ``plan`` needs."""
+    used = {home for p in plan.parameters for home in (p.home, p.states_home, p.gradient_home)}
+    used |= {a.decision.tier for a in plan.activations if isinstance(a.decision, Swap)}
+    return Tier.NVME if Tier.NVME in used else Tier.HOST if Tier.HOST in used else Tier.DEVICE
+
+
+def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
+    """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
+    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    return problem_fixed_bytes + resident_bytes(plan)[1] + swapped
+
+
+def needed(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes that ``plan`` needs of its budget."""
+    budgets = problem.budgets
+    device = device_peak + resident_bytes(plan)[0]
+    host = host_bytes(budgets.fixed_bytes, plan) + (device if budgets.shared else 0)
+    return {"device": device, "host": host}
+
+
+def missing(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
+    """Tier -> bytes by which ``plan`` exceeds its budget; empty where it fits."""
+    found = needed(problem, plan, device_peak)
+    budgets = {"device": problem.budgets.device_memory_bytes, "host": problem.budgets.host_memory_bytes}
+    return {tier: found[tier] - budget for tier, budget in budgets.items() if found[tier] > budget}
+
+
+def check(problem: Problem, plan: Plan, device_peak: int) -> None:
+    """Raises ``InfeasiblePlan`` where ``plan`` needs more than its budgets; it names promises that hold such a plan."""
+    over = missing(problem, plan, device_peak)
+    if not over:
+        return
+    budgets = problem.budgets
+    enough = _enough(problem, plan, over)
+    lines = []
+    for tier, nbytes in over.items():
+        budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
+        lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough[tier]:,} would fit")
+    raise InfeasiblePlan(
+        f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
+        f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
+    )
+
+
+def _enough(problem: Problem, plan: Plan, over: Mapping[str, int]) -> dict[str, int]:
+    """Tier -> the least promise that, with the other one, holds ``plan``, which exceeds its budgets by ``over``."""
+    budgets = problem.budgets
+    host, device = budgets.host_memory_bytes + over.get("host", 0), budgets.device_memory_bytes + over.get("device", 0)
+
+    def needed_host(promise_bytes: int) -> int:
+        ahead = _more_ahead(problem, plan, promise_bytes) if budgets.shared else 0
+        return host + _more_staging(problem, promise_bytes) + ahead
+
+    enough = least_promise(host, needed_host) if "host" in over else host
+    return {"host": enough, "device": device + _more_ahead(problem, plan, enough)}
+
+
+def _more_staging(problem: Problem, promise_bytes: int) -> int:
+    """Host memory that staging takes more than now of a promise of so many bytes."""
+    windows, shared = problem.windows_for(promise_bytes), problem.budgets.shared
+    return staging_bytes(windows, shared=shared) - staging_bytes(problem.windows, shared=shared)
+
+
+def _more_ahead(problem: Problem, plan: Plan, promise_bytes: int) -> int:
+    """Device memory that larger windows of a larger promise may take, without those that ``plan`` does not have."""
+    now, then = (problem.windows_for(nbytes) for nbytes in (problem.budgets.host_memory_bytes, promise_bytes))
+    names = (name for name in _AHEAD if getattr(plan.windows, name))
+    return sum(max(0, getattr(then, name) - getattr(now, name)) for name in names)

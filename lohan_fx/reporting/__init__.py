@@ -1,0 +1,1 @@
+"""reporting: plans, graphs and trainings as text, pictures and data, for people."""

@@ -1,0 +1,216 @@
+"""meta_capture: the joint graph and the plan of a model that never was, with equal blocks traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lohan_fx.errors import CaptureError
+from lohan_fx.forecasting.equal_blocks import equal_blocks
+from lohan_fx.forecasting.forecast import Asked, make_request
+from lohan_fx.forecasting.meta_capture import MetaCapture, meta_capture
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.models.dit import example_inputs
+from lohan_fx.models.model_families import Family, ModelDims, build
+from lohan_fx.models.model_presets import named
+from lohan_fx.parameters.shell import Shell
+from lohan_fx.passes.liveness import peaks
+from lohan_fx.pipeline import plan_training
+from lohan_fx.plan import Plan
+from lohan_fx.planning.budgets import MIB, make_budgets
+from lohan_fx.process_memory import rss_bytes
+from tests.passes.test_unroll_blocks import described
+
+GPU = HardwareProfile.preset("rtx4090-12xP5510")
+SMALL = {
+    "gpt2": ModelDims("g", Family.GPT2, 8, 64, 2, "test", vocab=512, positions=64, tied=True),
+    "llama": ModelDims("l", Family.LLAMA, 8, 64, 4, "test", kv_heads=2, ffn=96, vocab=512, positions=64),
+    "dit": ModelDims("d", Family.DIT, 8, 64, 2, "test", image=128, patch=2, classes=10),
+}
+
+
+def tokens(batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(batch, length, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def inputs_of(dims: ModelDims) -> dict[str, torch.Tensor]:
+    return example_inputs(2, dims.image // 8) if dims.family is Family.DIT else tokens()
+
+
+def capture(dims: ModelDims, *, layers: int | None = None, unroll: bool = True) -> MetaCapture:
+    return meta_capture(build(dims, layers), inputs_of(dims), compute_dtype=torch.bfloat16, unroll=unroll)
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def both(request: pytest.FixtureRequest) -> tuple[MetaCapture, MetaCapture]:
+    """One model of 8 blocks, captured whole and unrolled."""
+    dims = SMALL[request.param]
+    return capture(dims, unroll=False), capture(dims)
+
+
+# --- folded and unfolded --------------------------------------------------------------------------------------
+
+
+def test_the_unrolled_graph_is_the_traced_one(both: tuple[MetaCapture, MetaCapture]) -> None:
+    whole, folded = both
+    assert folded.notes == () and folded.traced_nodes < whole.traced_nodes == len(whole.joint.graph.nodes)
+    names = [{k: p.name for k, p in found.parameters.items()} for found in both]
+    assert described(folded.joint, names[1]) == described(whole.joint, names[0])
+    assert folded.parameters == whole.parameters
+    assert (folded.facts, folded.num_outputs) == (whole.facts, whole.num_outputs)
+
+
+def decisions(plan: Plan) -> list[tuple[object, ...]]:
+    """What is decided, in the order of the graph; names of nodes are the tracer's and may differ."""
+    return [(a.op, a.layer, a.layer_kind, a.bytes, a.flops, a.mandatory, str(a.decision)) for a in plan.activations]
+
+
+def planned(found: MetaCapture, policy: str, device: int) -> tuple[Plan, dict[str, tuple[int, int]]]:
+    request = make_request(found, Asked(GPU, policy=policy))
+    budgets = replace(make_budgets(GPU, 2**33, device, request.windows, len(found.facts)), fixed_bytes=0)
+    windows = replace(request.windows, fetch_bytes=MIB, swap_in_bytes=MIB, gradient_bytes=MIB)
+    halves, plan = plan_training(
+        found.joint,
+        replace(request, budgets=budgets, windows=windows),
+        num_outputs=found.num_outputs,
+        parameters=found.parameters,
+    )
+    return plan, {name: (peak.bytes, peak.end_bytes) for name, peak in peaks(halves, plan).items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "device"), [("lohan", 2**33), ("lohan", 6 * MIB), ("recompute", 2**30), ("swap-nvme", 2**30)]
+)
+def test_the_plan_of_the_unrolled_graph_is_that_of_the_traced_one(
+    both: tuple[MetaCapture, MetaCapture], policy: str, device: int
+) -> None:
+    (whole, whole_peaks), (folded, folded_peaks) = (planned(found, policy, device) for found in both)
+    assert decisions(folded) == decisions(whole)
+    if device == 6 * MIB:
+        assert len({str(a.decision) for a in folded.activations}) > 1
+    assert folded.parameters == whole.parameters
+    assert folded_peaks == whole_peaks
+    assert folded.prediction is not None and whole.prediction is not None
+    ours, theirs = (dataclasses.asdict(p.prediction) for p in (folded, whole))
+    for name in ("peak_bytes", "nvme_read_bytes", "nvme_write_bytes", "flops", "recompute_flops"):
+        assert ours[name] == theirs[name]
+    # Sums of the same numbers; sets of names have another order where the names are others.
+    for stage in ("forward", "backward"):
+        assert ours[stage]["lanes_s"] == pytest.approx(theirs[stage]["lanes_s"], rel=1e-9)
+
+
+def test_tracing_does_not_grow_with_depth() -> None:
+    found = [capture(SMALL["gpt2"], layers=layers) for layers in (12, 96)]
+    assert found[0].traced_nodes == found[1].traced_nodes
+    growth = len(found[1].joint.graph.nodes) - len(found[0].joint.graph.nodes)
+    assert growth % 84 == 0 and growth > 0
+
+
+# --- without memory -------------------------------------------------------------------------------------------
+
+
+def test_no_parameter_of_a_huge_model_is_ever_in_memory() -> None:
+    capture(SMALL["gpt2"])  # whatever the first capture of a process loads
+    before = rss_bytes()
+    found = meta_capture(build(named("gpt3-412b")), tokens(8, 1024), compute_dtype=torch.bfloat16)
+    assert sum(fact.numel for fact in found.facts) == named("gpt3-412b").parameters
+    assert rss_bytes() - before < 400 * MIB
+
+
+def test_facts_are_in_the_order_of_the_model_and_slots_point_there() -> None:
+    found = capture(SMALL["llama"])
+    names = [name for name, _ in build(SMALL["llama"]).named_parameters()]
+    assert [fact.name for fact in found.facts] == names
+    assert {p.name: p.slot for p in found.parameters.values()} == {name: slot for slot, name in enumerate(names)}
+    assert all(fact.bytes == 2 * fact.numel for fact in found.facts)
+
+
+# --- what cannot be folded ------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Linear layers, one after the other."""
+
+    def __init__(self, layers: int = 7, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x.to(layer.weight.dtype)))
+        return x.mean()
+
+
+class Uneven(Stack):
+    """The last layer has no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1] = nn.Linear(8, 8, bias=False)
+
+
+class Indexed(Stack):
+    """Reads a block by its number, of which a truncated model has none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.layers[6]
+        return super().forward(x + last(x.to(last.weight.dtype)))
+
+
+class Flat(nn.Module):
+    """No list of blocks at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x.to(self.first.weight.dtype)).mean()
+
+
+def of_vectors(model: nn.Module) -> MetaCapture:
+    return meta_capture(model, {"x": torch.zeros(2, 8)}, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [(Uneven, "layers.6 is not built like layers.0"), (Indexed, "every block was traced"), (Flat, "no list of blocks")],
+)
+def test_a_model_whose_blocks_are_not_equal_is_traced_whole(model: type[nn.Module], note: str) -> None:
+    torch._dynamo.reset()
+    found = of_vectors(model())
+    assert len(found.notes) == 1 and note in found.notes[0]
+    assert found.traced_nodes == len(found.joint.graph.nodes)
+    assert {p.name for p in found.parameters.values()} == {name for name, _ in model().named_parameters()}
+
+
+def test_blocks_that_differ_in_a_setting_are_not_equal() -> None:
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(nn.Dropout(rate) for rate in (0.1, 0.1, 0.2))
+    assert equal_blocks(model)[0] is None
+    assert "blocks.2 is not built like blocks.0" in equal_blocks(model)[1]
+
+
+def test_few_blocks_are_simply_traced() -> None:
+    found = of_vectors(Stack(3))
+    assert found.notes == () and found.traced_nodes == len(found.joint.graph.nodes)
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    with pytest.raises(CaptureError, match="nothing to train"):
+        of_vectors(Stack(frozen=True))
+
+
+def test_the_model_is_left_with_shells_that_hold_nothing() -> None:
+    model: Any = Stack(2)
+    of_vectors(model)
+    shells = list(model.parameters())
+    assert all(isinstance(p, Shell) for p in shells)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert all(p.untyped_storage().nbytes() == 0 for p in shells)
