@@ -22,19 +22,34 @@ from typing import Any
 from scipy import optimize
 
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\n"
-FAILED = 4
-"""Status of a result: none of solved, out of time, infeasible and unbounded."""
+FAILED, LIMITED = 4, 1
+"""Statuses of a result: none of solved, out of time, infeasible and unbounded; and out of time or iterations."""
 _STDOUT = 1
 _one_at_a_time = threading.Lock()
 
 
 def milp(*args: Any, **options: Any) -> optimize.OptimizeResult:
-    """``scipy.optimize.milp`` of the same arguments; without presolve where that fails with it."""
+    """``scipy.optimize.milp`` of the same arguments; without presolve where that fails with it. Status 1 where a limit, of time
+    or of nodes, ended it."""
     with _one_at_a_time, _without_noise():
-        result = optimize.milp(*args, **options)
-        if result.status != FAILED:
-            return result
-        return optimize.milp(*args, **{**options, "options": {**(options.get("options") or {}), "presolve": False}})
+        result = optimize.milp(*args, **_copied(options))
+        if result.status == FAILED and not _ended_by_nodes(result):
+            result = optimize.milp(*args, **_copied(options, presolve=False))
+        if _ended_by_nodes(result):
+            result.status = LIMITED
+        return result
+
+
+def _copied(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """``options`` for a call of scipy's, which takes out of its ``options`` what it reads, and ``more`` of those."""
+    if not more and not options.get("options"):
+        return options
+    return {**options, "options": {**(options.get("options") or {}), **more}}
+
+
+def _ended_by_nodes(result: optimize.OptimizeResult) -> bool:
+    """scipy 1.17 calls this an error."""
+    return "Solution limit reached" in result.get("message", "")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lohan_fx.plan import Windows
+from lohan_fx.runtime.adam import LOOP_ELEMENTS
 from lohan_fx.runtime.device_link import DeviceLink
 from lohan_fx.runtime.host_pool import Buffer, page_padded_bytes
 from lohan_fx.runtime.slots import STATE_DTYPE, Chunk, Held, Residency
@@ -47,6 +48,18 @@ def states_bytes(windows: Windows) -> int:
     """Bytes of all pool buffers for states."""
     large = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
     return large + small_buffers(windows) * buffer_bytes(SMALL_ELEMENTS)
+
+
+def used_bytes(windows: Windows, copy_itemsize: int) -> int:
+    """What of ``states_bytes`` is used where a processor's updates find gradients in place: master, moments, and, where the
+    graphs compute in another dtype, the copy (of ``copy_itemsize`` bytes each, else 0) and one thread's part of a gradient."""
+
+    def of_one(elements: int) -> int:
+        gradient = min(elements, LOOP_ELEMENTS) * STATE_DTYPE.itemsize if copy_itemsize else 0
+        states = 3 * page_padded_bytes(elements * STATE_DTYPE.itemsize)
+        return states + page_padded_bytes(gradient) + page_padded_bytes(elements * copy_itemsize)
+
+    return windows.optimizer_buffers * of_one(windows.chunk_elements) + small_buffers(windows) * of_one(SMALL_ELEMENTS)
 
 
 def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+import lohan_fx
 from lohan_fx.commands.plan_arguments import (
     DEFAULT_HW,
     DEFAULT_POLICY,
@@ -168,7 +169,7 @@ def _hint(arguments: argparse.Namespace, text: str) -> str:
 def _of_the_user(error: BaseException) -> Any:
     """The traceback from the first frame of the user's file on, without those of ours and of import's."""
     found = error.__traceback__
-    ours = os.path.dirname(__file__)
+    ours = os.path.dirname(lohan_fx.__file__)
     while found is not None and found.tb_next is not None:
         file = found.tb_frame.f_code.co_filename
         if not file.startswith((ours, "<frozen")):

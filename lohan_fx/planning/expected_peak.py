@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from lohan_fx import cost
 from lohan_fx.meta import Lane
 from lohan_fx.passes.halves import Halves
@@ -20,7 +22,8 @@ from lohan_fx.planning.budgets import captured_bytes
 from lohan_fx.planning.memory_model import host_bytes, resident_bytes
 from lohan_fx.request import Request, node_seconds
 from lohan_fx.runtime.machine import ssd_threads
-from lohan_fx.runtime.state_buffer import states_bytes
+from lohan_fx.runtime.slots import STATE_DTYPE
+from lohan_fx.runtime.state_buffer import states_bytes, used_bytes
 from lohan_fx.simulation.simulated_step import simulated_transit
 from lohan_fx.simulation.step_program import step_program
 
@@ -52,8 +55,17 @@ def touched_staging_bytes(plan: Plan) -> int:
     stay = [p.in_memory_of(plan.device) and p.gradient_home is not Tier.NVME for p in trained]
     leaves = any(a.decision == Swap(Tier.NVME) for a in plan.activations)
     here = 4 * windows.chunk_elements if any(stay) else 0
-    streamed = 0 if all(stay) else states_bytes(windows)
+    streamed = 0 if all(stay) else _touched_states_bytes(plan)
     return here + streamed + (windows.io_buffers * windows.io_bytes if leaves else 0)
+
+
+def _touched_states_bytes(plan: Plan) -> int:
+    """Of the optimizer's buffers. Where gradients wait on NVMe their sums may be fp32, and pass through a buffer whole."""
+    if any(p.gradient_home is Tier.NVME for p in plan.parameters):
+        return states_bytes(plan.windows)
+    dtype = getattr(torch, plan.compute_dtype)
+    copy_itemsize = 0 if dtype == STATE_DTYPE else dtype.itemsize
+    return used_bytes(plan.windows, copy_itemsize)
 
 
 def _leaving_slowly(plan: Plan, drives: int) -> Plan:

@@ -39,8 +39,6 @@ WINDOW_SHARES = (1.0, 0.25, 0.0)
 """Of the windows, tried in this order where not even the least plan fits the device."""
 MOST_INTEGERS = 20_000
 """Most whole numbers for the exact optimum; with more the search's plan has to do."""
-LEAST_OPTIMUM_S, MOST_OPTIMUM_S, SECONDS_PER_INTEGER = 3.0, 15.0, 0.0025
-"""How long the exact optimum may take: the last millionth can take longer than all before it."""
 EQUAL = 1e-7
 """Share of a step that is no difference."""
 VISIBLE = 0.001
@@ -107,8 +105,7 @@ def decide(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Found | N
         return None
     walks = [_walk(joint, treated, hw) for treated in parameters_of(joint, loose)]
     integers = joint.model.integers
-    limit_s = min(LEAST_OPTIMUM_S + SECONDS_PER_INTEGER * integers, MOST_OPTIMUM_S)
-    exact = optimum(joint.model, time_limit_s=limit_s) if integers <= MOST_INTEGERS else None
+    exact = optimum(joint.model) if integers <= MOST_INTEGERS else None
     candidates = [plan for plan, _ in walks if _fits(joint, plan)]
     walk_s = min((step_seconds(problem, hw, plan) for plan in candidates), default=math.inf)
     if exact is not None:

@@ -407,4 +407,4 @@ def test_nothing_in_a_checkpoint_is_pickled_and_all_is_private(begin: Begin, dir
     assert json.loads(body)["state"]["extra"]["@tensor"]["shape"] == [3]
     for module in ("pickle", "marshal", "shelve"):
         for name in ("checkpoint", "resuming", "plain_json", "random_state"):
-            assert module not in vars(importlib.import_module(f"lohan_fx.{name}"))
+            assert module not in vars(importlib.import_module(f"lohan_fx.checkpoints.{name}"))

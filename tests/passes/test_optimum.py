@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
+from lohan_fx.passes import optimum as module
 from lohan_fx.passes.activation_graph import ActivationGraph
 from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Model, Quantity, Size, Thing
 from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import read, search
+from lohan_fx.passes.solver import milp
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import Transformer, machine
 from tests.passes.small_graphs import activation_graphs, repeated
@@ -185,6 +189,16 @@ def lines_of(model: Transformer) -> tuple[tuple[LaneTime, ...], ...]:
     return forward, backward
 
 
+def model_of(model: Transformer, host_bytes: int) -> Model:
+    return Model(
+        independent_parts(model.graph),
+        tuple(replace(size, options=size.options[1:]) for size in sizes_of(model.graph)),
+        (),
+        lines_of(model),
+        {Q.HOST: float(host_bytes)},
+    )
+
+
 @pytest.mark.parametrize("as_captured", [False, True])
 @pytest.mark.parametrize("batch", [8, 24, 32, 64])
 @pytest.mark.parametrize(("ssd", "host_bytes"), [(6e9, 0), (28e9, 0), (28e9, 60 * 10**9), (28e9, 10**15), (100e9, 0)])
@@ -192,15 +206,31 @@ def test_the_search_is_within_one_percent_of_the_optimum_of_a_transformer(
     batch: int, ssd: float, host_bytes: int, as_captured: bool
 ) -> None:
     model = Transformer(batch, machine(ssd=ssd), host_bytes=host_bytes, as_captured=as_captured)
-    asked = Model(
-        independent_parts(model.graph),
-        tuple(replace(size, options=size.options[1:]) for size in sizes_of(model.graph)),
-        (),
-        lines_of(model),
-        {Q.HOST: float(host_bytes)},
-    )
-    best = optimum(asked)
+    best = optimum(model_of(model, host_bytes))
     assert best is not None and best.seconds <= best.bound_s * 1.0001
     walked = search(model.graph, model.step_s)
     assert walked.step_s <= 1.01 * best.seconds
     assert walked.step_s >= best.bound_s * (1 - CLOSE) - model.unit_bytes * 8 / ssd
+
+
+# --- how long it may take -----------------------------------------------------------------------------------------
+
+
+def test_work_is_limited_and_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes by how many whole numbers there are, a fifth of them for tidying; the clock is far away from both."""
+    asked: list[Mapping[str, float]] = []
+
+    def counting(*args: Any, options: Mapping[str, float], **more: Any) -> OptimizeResult:
+        asked.append(options)
+        return milp(*args, options=options, **more)
+
+    monkeypatch.setattr(module, "milp", counting)
+    model = model_of(Transformer(32, machine(ssd=28e9), host_bytes=60 * 10**9, as_captured=True), 60 * 10**9)
+    optimum(model)
+    first, second = asked
+    assert first["node_limit"] == module.WORK // model.integers > module.LEAST_NODES
+    assert second["node_limit"] == int(first["node_limit"] * module.TIDYING)
+    assert first["time_limit"] == second["time_limit"] == 20.0
+    monkeypatch.setattr(module, "WORK", 0)
+    optimum(model)
+    assert asked[2]["node_limit"] == module.LEAST_NODES

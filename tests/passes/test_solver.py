@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from scipy.optimize import OptimizeResult
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult
 
 from lohan_fx.passes import solver
 
@@ -69,3 +69,18 @@ def test_what_presolve_fails_at_is_solved_without(monkeypatch: pytest.MonkeyPatc
         ((1,), {"options": {"time_limit": 3.0}}),
         ((1,), {"options": {"time_limit": 3.0, "presolve": False}}),
     ]
+
+
+def test_a_limit_of_nodes_is_a_limit_and_the_same_whatever_the_time() -> None:
+    """A knapsack of twenty rows that takes some thousands of nodes: what is known where they end comes back."""
+    weights = np.random.default_rng(0).integers(1, 100, (20, 60))
+    options = {"node_limit": 50, "time_limit": 60.0}
+    rows = LinearConstraint(weights, -np.inf, weights.sum(1) / 2)
+    costs, whole, bounds = -weights.sum(0).astype(float), np.ones(60), Bounds(0, 1)
+    once, again = (
+        solver.milp(costs, integrality=whole, bounds=bounds, constraints=rows, options=options) for _ in range(2)
+    )
+    assert once.status == again.status == solver.LIMITED
+    assert once.mip_node_count == again.mip_node_count == 50
+    assert once.x.tolist() == again.x.tolist() and once.mip_dual_bound < once.fun < 0
+    assert options == {"node_limit": 50, "time_limit": 60.0}

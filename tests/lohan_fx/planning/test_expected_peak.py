@@ -42,9 +42,24 @@ def plan(decision: str = "keep", home: Tier = Tier.NVME) -> Plan:
 def test_staging_is_what_is_used(decision: str, home: Tier, states: int, own: int, swaps: int) -> None:
     planned = plan(decision, home)
     windows = planned.windows
-    used = states * windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
+    of_one = 3 * 4 * windows.chunk_elements  # fp32 graphs compute with the masters, and gradients are read in place
+    used = states * windows.optimizer_buffers * of_one
     used += own * 4 * windows.chunk_elements + swaps * windows.io_buffers * windows.io_bytes
     assert touched_staging_bytes(planned) == used < staging_bytes(windows, shared=True)
+
+
+def test_of_the_optimizers_buffers_counts_what_the_dtype_and_waiting_gradients_use() -> None:
+    """In bf16 the copy, and fp32 gradients of a part at a time; all of a buffer where sums come from NVMe."""
+    windows = dataclasses.replace(choose_windows(1 << 30, []), chunk_elements=1 << 20, optimizer_buffers=5)
+    full = dataclasses.replace(plan(), windows=windows)
+    bf16 = dataclasses.replace(full, compute_dtype="bfloat16")
+    waits = [dataclasses.replace(p, gradient_home=Tier.NVME) for p in full.parameters]
+    small = 8 * (16 << 10)
+    assert touched_staging_bytes(full) == 12 * (5 * (1 << 20) + small)
+    assert touched_staging_bytes(bf16) == 14 * (5 * (1 << 20) + small) + 4 * (5 * (1 << 18) + small)
+    for dtype in (full, bf16):
+        held = dataclasses.replace(dtype, parameters=tuple(waits))
+        assert touched_staging_bytes(held) == 5 * buffer_bytes(1 << 20) + 8 * buffer_bytes(16 << 10)
 
 
 def test_what_swaps_to_ram_does_not_wait_for_a_drive() -> None:
