@@ -37,19 +37,21 @@ GAP = 1e-7
 WORK, LEAST_NODES = 600_000, 200
 """How far branch and bound goes: so many nodes times whole numbers, and never fewer nodes. HiGHS takes the same way each time, so
 that a plan does not depend on how busy the machine is, as it would if a clock ended the search (docs/0045)."""
+TIME_LIMIT_S = 20.0
+"""For problems whose nodes take far longer than others'."""
 TIDYING, TIDY_GAP = 0.2, 1e-3
 """Share of the nodes, and gap, of the second search, which among equally fast decisions looks for those that work least."""
 ROUNDINGS = 3
 """How often a solution that is too large by rounding is made again."""
 
 
-def optimum(model: Model, *, time_limit_s: float = 20.0, gap: float = GAP) -> Solution | None:
+def optimum(model: Model, *, gap: float = GAP) -> Solution | None:
     """The fastest decisions that HiGHS finds within ``WORK``, and the bound it has proven; None where nothing fits the limits or
-    nothing was found. ``time_limit_s`` is for problems whose nodes take far longer than others'."""
+    nothing was found."""
     program = _Program(model)
     cut: dict[Quantity, float] = {}
     for _ in range(ROUNDINGS):
-        found = program.solve(cut, time_limit_s=time_limit_s, gap=gap)
+        found = program.solve(cut, gap=gap)
         if found is None or not (over := _over(model, found.quantities)):
             return found
         # Whole numbers are only whole within HiGHS's tolerance: a byte too many is asked for again, with less room.
@@ -154,13 +156,13 @@ class _Program:
 
     # --- solving ----------------------------------------------------------------------------------------------
 
-    def solve(self, cut: Adds, *, time_limit_s: float, gap: float) -> Solution | None:
+    def solve(self, cut: Adds, *, gap: float) -> Solution | None:
         """Whole numbers, with each limit ``cut`` by so many bytes: first the fastest, then of those the least work."""
         matrix, low, high = self._matrix()
         for quantity, nbytes in cut.items():
             high[self._limits[quantity]] -= nbytes / self._scale[quantity]
         nodes = max(LEAST_NODES, WORK // max(1, self.model.integers))
-        times, options = self._costs(), {"node_limit": nodes, "time_limit": time_limit_s, "mip_rel_gap": gap}
+        times, options = self._costs(), {"node_limit": nodes, "time_limit": TIME_LIMIT_S, "mip_rel_gap": gap}
         whole, bounds = np.array(self._whole, dtype=int), Bounds(self._lower, self._upper)
         rows = [LinearConstraint(matrix, low, high)]
         result = milp(times, integrality=whole, bounds=bounds, constraints=rows, options=options)
@@ -169,7 +171,7 @@ class _Program:
         bound_s = self._unit_s * (result.fun if result.mip_dual_bound is None else result.mip_dual_bound)
         fastest = self._solution(np.round(result.x), bound_s, exact=result.status == 0)
         rows.append(LinearConstraint(times, -np.inf, fastest.seconds / self._unit_s))
-        options = {"node_limit": int(nodes * TIDYING), "time_limit": time_limit_s, "mip_rel_gap": TIDY_GAP}
+        options = {"node_limit": int(nodes * TIDYING), "time_limit": TIME_LIMIT_S, "mip_rel_gap": TIDY_GAP}
         result = milp(self._work(), integrality=whole, bounds=bounds, constraints=rows, options=options)
         if result.x is None:
             return fastest

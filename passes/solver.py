@@ -15,7 +15,7 @@ import ctypes
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,23 +28,21 @@ _STDOUT = 1
 _one_at_a_time = threading.Lock()
 
 
-def milp(*args: Any, **options: Any) -> optimize.OptimizeResult:
+def milp(*args: Any, options: Mapping[str, Any] | None = None, **more: Any) -> optimize.OptimizeResult:
     """``scipy.optimize.milp`` of the same arguments; without presolve where that fails with it. Status 1 where a limit, of time
     or of nodes, ended it."""
+
+    def solved(**others: bool) -> optimize.OptimizeResult:
+        # scipy takes what it reads out of the options that it is given.
+        return optimize.milp(*args, options={**(options or {}), **others}, **more)
+
     with _one_at_a_time, _without_noise():
-        result = optimize.milp(*args, **_copied(options))
+        result = solved()
         if result.status == FAILED and not _ended_by_nodes(result):
-            result = optimize.milp(*args, **_copied(options, presolve=False))
+            result = solved(presolve=False)
         if _ended_by_nodes(result):
             result.status = LIMITED
         return result
-
-
-def _copied(options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """``options`` for a call of scipy's, which takes out of its ``options`` what it reads, and ``more`` of those."""
-    if not more and not options.get("options"):
-        return options
-    return {**options, "options": {**(options.get("options") or {}), **more}}
 
 
 def _ended_by_nodes(result: optimize.OptimizeResult) -> bool:

@@ -9,7 +9,7 @@ buffers for as long as its requests wait behind large ones, while the drives run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -46,8 +46,7 @@ def purpose_of(elements: int, windows: Windows) -> str:
 
 def states_bytes(windows: Windows) -> int:
     """Bytes of all pool buffers for states."""
-    large = windows.optimizer_buffers * buffer_bytes(windows.chunk_elements)
-    return large + small_buffers(windows) * buffer_bytes(SMALL_ELEMENTS)
+    return _of_all(windows, buffer_bytes)
 
 
 def used_bytes(windows: Windows, copy_itemsize: int) -> int:
@@ -59,6 +58,11 @@ def used_bytes(windows: Windows, copy_itemsize: int) -> int:
         states = 3 * page_padded_bytes(elements * STATE_DTYPE.itemsize)
         return states + page_padded_bytes(gradient) + page_padded_bytes(elements * copy_itemsize)
 
+    return _of_all(windows, of_one)
+
+
+def _of_all(windows: Windows, of_one: Callable[[int], int]) -> int:
+    """Over the pool buffers for states, large and small, of what one for so many elements has."""
     return windows.optimizer_buffers * of_one(windows.chunk_elements) + small_buffers(windows) * of_one(SMALL_ELEMENTS)
 
 

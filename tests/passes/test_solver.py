@@ -18,7 +18,7 @@ def test_its_debug_line_is_left_out(capfd: pytest.CaptureFixture[str], monkeypat
     solved = OptimizeResult(status=0)
 
     def noisy(*args: object, **options: object) -> OptimizeResult:
-        assert (args, options) == ((1,), {"two": 2})
+        assert (args, options) == ((1,), {"two": 2, "options": {}})
         ctypes.CDLL(None).printf(solver.NOISE)  # stays in C's buffer, as that of HiGHS may
         os.write(1, b"another thread's\n")
         return solved
@@ -33,7 +33,7 @@ def test_its_debug_line_is_left_out(capfd: pytest.CaptureFixture[str], monkeypat
 def test_an_error_leaves_standard_output_as_it_was(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing() -> None:
+    def failing(**options: object) -> None:
         raise ValueError("no such problem")
 
     monkeypatch.setattr(solver.optimize, "milp", failing)
