@@ -208,7 +208,8 @@ def capture_errors() -> Iterator[None]:
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         raise CaptureError(
             "the model cannot be captured as one graph, which lohan_fx needs to plan it: "
-            f"{error}\nChange that code. lohan_fx.release(model) and torch._dynamo.explain(model)(inputs) find all such places"
+            f"{error}\n{_remedy(str(error))} lohan_fx.release(model) and torch._dynamo.explain(model)(inputs) find all such "
+            "places"
         ) from error
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise CaptureError(
@@ -221,6 +222,15 @@ def capture_errors() -> Iterator[None]:
         if isinstance(error.inner_exception, LohanError | ValueError):
             raise error.inner_exception from None
         raise
+
+
+def _remedy(report: str) -> str:
+    if "utils.checkpoint" in report:
+        return (
+            "That is inside torch.utils.checkpoint, which is superfluous here, because plans decide what is recomputed: leave it "
+            "out (model.gradient_checkpointing_disable() of Hugging Face's models), or change that code."
+        )
+    return "Change that code."
 
 
 def captured(model: nn.Module, call: Callable[[], Result]) -> Result:

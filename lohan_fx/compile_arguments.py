@@ -41,8 +41,6 @@ def check_arguments(
         raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
-    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
-        raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
     runnable(policy)
     if compute_dtype not in _DTYPES:
         raise ValueError(f"compute_dtype is {compute_dtype}: expected torch.bfloat16, torch.float16 or torch.float32")
@@ -59,6 +57,8 @@ def check_arguments(
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")
     for name, parameter in parameters.items():
         _check_parameter(name, parameter)
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise ValueError("this model is compiled by torch.compile already: pass the model as it was before")
     _check_apart(parameters, dict(model.named_buffers()))
     for name, module in model.named_modules():
         _check_statistics(name, module, compute_dtype)

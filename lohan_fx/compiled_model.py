@@ -26,7 +26,7 @@ from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
 from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.reached import Sources, reached
-from lohan_fx.parameters.shell import Shell, capturing, make_shell, streaming
+from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, streaming
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan, Prediction
@@ -98,7 +98,8 @@ class CompiledModel:
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
-        self._captures: set[bool] = set()
+        self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
+        self._warned_of_part = False
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
@@ -133,8 +134,9 @@ class CompiledModel:
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
         self.engine.on_stage = self.checks.begins
         self._at_exit()
-        self._call = {True: self._compiled(dynamic=False), False: self._compiled(dynamic=None)}
-        self.model._compiled_call_impl = torch._dynamo.disable(self._run)
+        for module in self.model.modules():
+            if any(isinstance(parameter, Shell) for parameter in module.parameters()):
+                self._take_call(module)
         object.__setattr__(self.model, ATTRIBUTE, self)
 
     def _shell(self, slot: int) -> Shell:
@@ -146,17 +148,29 @@ class CompiledModel:
         shell.slot, shell.parameter_name, shell.owner = slot, parameter.name, self
         return shell
 
-    def _compiled(self, *, dynamic: bool | None) -> Callable[..., Any]:
-        model = self.model
+    def _take_call(self, module: nn.Module) -> None:
+        """The model, or a part of it that somebody calls by itself: an encoder before ``generate``, what an adapter has wrapped.
+        Each is captured in graphs of its own."""
+        run = torch._dynamo.disable(functools.partial(self._run, module))
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return model._call_impl(*args, **kwargs)
+            if captures():
+                return module._call_impl(*args, **kwargs)  # in the graph of what contains it
+            return run(*args, **kwargs)
+
+        before = module.__dict__.get("_compiled_call_impl")
+        module._compiled_call_impl = call
+        self._restore.append(functools.partial(setattr, module, "_compiled_call_impl", before))
+
+    def _compiled(self, module: nn.Module, *, dynamic: bool | None) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
 
         # Dynamo keeps its graphs with the code object: with one of its own, they go when the model does.
         call.__code__ = call.__code__.replace()
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._untidy_calls:
             # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
             self._untidy_calls -= 1
@@ -165,11 +179,26 @@ class CompiledModel:
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
         training = torch.is_grad_enabled()
-        if training not in self._captures:
-            self._captures.add(training)
+        if (module, training) not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
+            if training and module is not self.model:
+                self._warn_of_part(module)
+            self._calls[module, training] = self._compiled(module, dynamic=False if training else None)
         with torch._dynamo.config.patch(_dynamo_settings()), capturing():
-            return captured(self.model, functools.partial(self._call[training], *args, **kwargs))
+            return captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
+
+    def _warn_of_part(self, module: nn.Module) -> None:
+        """Once: every plan counts on all of the promise."""
+        if self._warned_of_part or not any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        self._warned_of_part = True
+        name = next(name for name, found in self.model.named_modules() if found is module)
+        warnings.warn(
+            f"{name} was called by itself while gradients are recorded: it has graphs and a plan of its own, and numbers are those "
+            "of plain PyTorch, but what several graphs keep for one backward is not added up and may pass host_memory. Call the "
+            "whole model where you can (and not model.forward, which calls all its parts so)",
+            stacklevel=6,
+        )
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
@@ -333,7 +362,9 @@ class CompiledModel:
         )
         self._revised = True
         del self.plans[graph], self.halves[graph], self.added_bytes()[graph]
-        self._forget_graphs(self._call[True])
+        for (_, trains), call in self._calls.items():
+            if trains:
+                self._forget_graphs(call)
 
     def corrected(self, plan: Plan) -> Prediction | None:
         """What ``plan`` is predicted to take at the rates that its first steps have corrected; None before, and for plans that
@@ -400,7 +431,7 @@ class CompiledModel:
         """Capture, plan and link for these inputs without running anything; the plan."""
         self._preparing = True
         try:
-            self._run(*args, **kwargs)
+            self._run(self.model, *args, **kwargs)
         except Prepared as ready:
             return ready.plan
         finally:
@@ -448,10 +479,9 @@ class CompiledModel:
         for restore in self._restore:
             restore()
         self._restore.clear()
-        self.model._compiled_call_impl = None
         object.__delattr__(self.model, ATTRIBUTE)
         # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
-        for call in self._call.values():
+        for call in self._calls.values():
             self._forget_graphs(call)
         self._close(timeout_s)
 

@@ -193,6 +193,11 @@ def capturing() -> Iterator[None]:
         _capturing = before
 
 
+def captures() -> bool:
+    """Whether Dynamo traces the caller for a graph of ours."""
+    return torch.compiler.is_compiling() and _capturing
+
+
 def _tracing() -> bool:
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
@@ -243,8 +248,8 @@ def _refuse(what: str, *args: Any, **kwargs: Any) -> Never:
     shells = [a for a in _flat([*args, *kwargs.values()]) if isinstance(a, Shell)]
     names = ", ".join(getattr(s, "parameter_name", "?") for s in shells[:3]) or "a parameter"
     raise OffloadedParameterError(
-        f"{what} was called on {names}, which is offloaded: its values are on NVMe, not in memory. Call the model "
-        "itself to use it, model.state_dict() to read it, model.load_state_dict() to change it, or "
+        f"{what} was called on {names}, which is offloaded: its values are on NVMe, not in memory. Call the model, "
+        "or the module that has it, to use it, model.state_dict() to read it, model.load_state_dict() to change it, or "
         "lohan_fx.release(model) to get ordinary parameters back"
     )
 

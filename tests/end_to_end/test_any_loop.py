@@ -188,6 +188,28 @@ class AnyLoop(RuleBasedStateMachine):
         self.backward(seed, 3, heads)
         self.finish()
 
+    @rule(
+        seed=st.integers(0, 9),
+        rows=st.sampled_from([3, 5]),
+        head=st.sampled_from(["words", "side"]),
+        frees=st.booleans(),
+    )
+    def backward_through_parts(self, seed: int, rows: int, head: str, frees: bool) -> None:
+        """One loss of several graphs. The two gradients of an embedding tied to the head come one after the other, while eager
+        adds them to each other first and then to what earlier backwards left: ``frees`` keeps the embedding's out."""
+        frees = frees or self.ours.words.weight is self.ours.embed.weight
+
+        def does(model: Any, _: Any) -> torch.Tensor:
+            ids, noise = inputs(seed, rows)
+            x = model.embed(ids) + noise.to(model.embed.weight.dtype)
+            x = x.detach() if frees else x
+            hidden = x + model.down(F.gelu(model.norm(model.up(x))))
+            return getattr(model, head)(hidden).square().mean()
+
+        losses = self._both(does)
+        assert losses is None or losses[0].item() == losses[1].item()
+        self._backward(losses)
+
     @precondition(lambda self: len(self.open) < 2)
     @rule(seed=st.integers(0, 9), heads=st.sampled_from(HEADS))
     def forward_for_later(self, seed: int, heads: tuple[str, ...]) -> None:

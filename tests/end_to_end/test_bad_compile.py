@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lohan_fx
 from lohan_fx import pipeline
@@ -339,6 +341,10 @@ def refuses(model: Odd, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("specify either x or y")
 
 
+def breaks_in_a_checkpoint(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(functools.partial(breaks, model), x, use_reentrant=False)
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
@@ -360,6 +366,13 @@ def test_a_graph_break_says_where_and_why(what: Callable[..., torch.Tensor], rea
     assert "torch._dynamo.explain" in str(caught.value)
     lohan_fx.release(model)
     assert not list(nvme.iterdir())
+
+
+def test_a_graph_break_inside_a_checkpoint_says_that_none_is_needed(nvme: Path) -> None:
+    model = streamed(Odd(breaks_in_a_checkpoint), nvme)
+    with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
+        model(batch())
+    lohan_fx.release(model)
 
 
 def edits_itself(model: Odd, x: torch.Tensor) -> torch.Tensor:

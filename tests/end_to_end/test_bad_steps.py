@@ -742,13 +742,20 @@ def test_inside_another_torch_compile(pair: Pair) -> None:
     same_weights(pair.model, pair.plain.model)
 
 
-def test_parts_of_the_model_cannot_be_called(pair: Pair) -> None:
-    x = batch()
-    for call in (pair.model.layers[0], pair.model.forward, pair.model._call_impl):
+def test_what_goes_past_the_call_of_a_module_is_refused(pair: Pair) -> None:
+    for call in (pair.model.layers[0].forward, pair.model.layers[0]._call_impl):
         with pytest.raises(
-            OffloadedParameterError, match=r"linear was called on layers\.0\.weight.*Call the model itself"
+            OffloadedParameterError, match=r"linear was called on layers\.0\.weight.*Call the model, or"
         ):
-            call(x)
+            call(batch())
+    pair.goes_on()
+
+
+def test_forward_calls_the_parts_one_by_one_which_is_warned_of(pair: Pair) -> None:
+    with pytest.warns(UserWarning, match=r"layers\.0 was called by itself while gradients are recorded"):
+        found = pair.model.forward(batch(0))
+    assert torch.equal(found, pair.plain.model(batch(0)))
+    del found
     pair.goes_on()
 
 

@@ -120,10 +120,11 @@ def test_hooks_that_come_after_the_capture_run(streamed: Any) -> None:
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
-def test_greedy_generation_is_equal_to_plain(streamed: Any) -> None:
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_greedy_generation_is_equal_to_plain(use_cache: bool, streamed: Any) -> None:
     expected, model = LLAMA.build().eval(), LLAMA.build().eval()
     prompt = torch.tensor([[5, 17, 3]])
-    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache, "pad_token_id": 0}
     wanted = expected.generate(prompt, **options)
     with streamed(model):
         assert torch.equal(model.generate(prompt, **options), wanted)
