@@ -195,8 +195,8 @@ class CompiledModel:
         name = next(name for name, found in self.model.named_modules() if found is module)
         warnings.warn(
             f"{name} was called by itself while gradients are recorded: it has graphs and a plan of its own, and the numbers are "
-            "those of plain PyTorch, but what several graphs keep for one backward is not added up and may pass host_memory. Call "
-            "the whole model where you can (and not model.forward, which calls all its parts so)",
+            "those of plain PyTorch, but what several graphs keep for one backward is not added up and may pass host_memory. "
+            "Call the whole model where you can (and not model.forward, which calls all its parts so)",
             stacklevel=6,
         )
 
