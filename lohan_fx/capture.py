@@ -27,6 +27,7 @@ from lohan_fx.passes.touched_values import outliving_bytes
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
+from lohan_fx.planning.waiting_forwards import kept_output
 from lohan_fx.request import Request
 from lohan_fx.runtime.resident_limit import Rises
 from lohan_fx.runtime.room import Room
@@ -34,6 +35,7 @@ from lohan_fx.runtime.workspace import Workspace
 
 Result = TypeVar("Result")
 
+After = Callable[[Sequence[Any]], None]
 Replan = Callable[[Request], Plan]
 """The plan that another request would get for the graph that was linked."""
 
@@ -52,6 +54,7 @@ class Linked(Protocol):
         self, halves: Halves, plan: Plan, *, swap_sizes: Sequence[int], slots: range, replan: Replan | None
     ) -> None: ...
     def forward(self, rises: Rises, plan: Plan, *, training: bool) -> AbstractContextManager[None]: ...
+    def waits(self, plan: Plan, kept: torch.Tensor) -> None: ...
     def backward(self, rises: Rises, sources: Sources) -> AbstractContextManager[None]: ...
 
 
@@ -69,6 +72,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         compiled: dict[str, dict[str, Run]] = {}
         coming: dict[str, Rises] = {}
         obeyed: list[Plan] = []
+        kept: list[int | None] = []
         assigned: dict[str, Assignment] = {}
         sources: dict[int, Collection[int]] = {}
         workspace, room = model.workspace, model.room
@@ -97,7 +101,8 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             assigned.update(halves.assigned)
             sources.update(sources_of(halves))
             obeyed.append(plan)
-            room.reserve(outliving_bytes(halves, plan))
+            kept.append(kept_output(halves, plan))
+            room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
             return halves.forward, halves.backward
@@ -109,13 +114,22 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             coming.update(_host_rises(halves, plan))
             return run(halves.forward, "forward", lambda: model.forward(coming["forward"], plan, training=False))
 
-        def run(graph: GraphModule, half: str, around: Callable[[], AbstractContextManager[None]]) -> Any:
+        def run(
+            graph: GraphModule,
+            half: str,
+            around: Callable[[], AbstractContextManager[None]],
+            after: After | None = None,
+        ) -> Any:
             graph = replace_segments(graph, compiled.get(half, {}))
-            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around)
+            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around, after)
+
+        def waits(outputs: Sequence[Any]) -> None:
+            if kept[0] is not None:
+                model.waits(obeyed[0], outputs[kept[0]])
 
         graph = aot_autograd(
             fw_compiler=lambda graph, _: run(
-                graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True)
+                graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits
             ),
             bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"], sources)),
             inference_compiler=inference,
@@ -188,13 +202,16 @@ def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInp
 
 
 def _guarded(
-    graph: Callable[[list[Any]], Any], around: Callable[[], AbstractContextManager[None]]
+    graph: Callable[[list[Any]], Any], around: Callable[[], AbstractContextManager[None]], after: After | None
 ) -> Callable[[list[Any]], Any]:
-    """``graph`` inside the runtime's guard of forwards or backwards."""
+    """``graph`` inside the runtime's guard of forwards or backwards; ``after`` is told its outputs."""
 
     def run(args: list[Any]) -> Any:
         with around():
-            return graph(args)
+            outputs = graph(args)
+        if after is not None:
+            after(outputs)
+        return outputs
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -57,6 +57,7 @@ def compile(
     max_bytes_written: Bytes | None = None,
     resume_from_checkpoint: bool | Directories = False,
     hold_gradients: bool | None = None,
+    forwards: int = 1,
     initialize: Initialize | None = None,
     weights: Weights | None = None,
 ) -> nn.Module:
@@ -93,6 +94,8 @@ def compile(
         hold_gradients: keep all gradients until ``optimizer.step()``, which clipping, loss scaling and ``lohan_fx.grad`` need,
             and update beside the next forward. They wait in what the plan leaves of ``host_memory``, else on NVMe. None: in
             fp16, and else from the first use on, if that step's gradients are still there then.
+        forwards: how many calls of the model wait for their backwards at once, such as two or three with a contrastive loss: each
+            keeps its activations. What turns out to be more is counted by the plans that follow (docs/0047).
         initialize: sets the parameters and buffers of a module on ``meta``, which are in CPU memory by then; called for
             each module that has any, and to leave its children alone. None: the model's own ``reset_parameters`` and
             ``_init_weights``.
@@ -106,7 +109,7 @@ def compile(
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
-    check_arguments(model, hw, compute_dtype, policy, plan, initialize)
+    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
@@ -145,6 +148,7 @@ def compile(
         segments=segments,
         chooses_sizes=plan is None and not manifests,
         windows_of=windows_of,
+        forwards=forwards,
     )
     with contextlib.ExitStack() as undo:
         directories, cleanup = directories_for(nvme, hw)

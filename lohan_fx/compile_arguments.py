@@ -29,6 +29,7 @@ def check_arguments(
     policy: str,
     plan: Plan | None,
     initialize: Initialize | None,
+    forwards: int,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for what is not a model, a machine or a wish that can be met."""
     if not isinstance(model, nn.Module):
@@ -52,6 +53,8 @@ def check_arguments(
         raise ValueError(f"the plan is for {plan.compute_dtype}, compute_dtype is {compute_dtype}: make them equal")
     if initialize is not None and not callable(initialize):
         raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
+    if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
+        raise ValueError(f"forwards is {forwards!r}: expected how many wait for their backwards at once, at least 1")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")

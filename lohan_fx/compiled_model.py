@@ -34,6 +34,7 @@ from lohan_fx.planning.correction import correction
 from lohan_fx.planning.expected_peak import added_bytes, transit_of
 from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.planning.self_check import SelfCheck, may_be_beaten, typical, worth_revising
+from lohan_fx.planning.waiting_forwards import WaitingForwards
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.reporting.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.request import Request, settled
@@ -99,7 +100,8 @@ class CompiledModel:
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
         self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
-        self._warned_of_part = False
+        self._waiting = WaitingForwards()
+        self._warned = False
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
@@ -179,26 +181,14 @@ class CompiledModel:
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
         training = torch.is_grad_enabled()
+        more = self._request.plan is None and self._waiting.wanted > self._request.forwards
+        if training and more and not self._waiting and not self.engine.micro_batches.backwards:
+            self._leave_room()
         if (module, training) not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-            if training and module is not self.model:
-                self._warn_of_part(module)
             self._calls[module, training] = self._compiled(module, dynamic=False if training else None)
         with torch._dynamo.config.patch(_dynamo_settings()), capturing():
             return captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
-
-    def _warn_of_part(self, module: nn.Module) -> None:
-        """Once: every plan counts on all of the promise."""
-        if self._warned_of_part or not any(parameter.requires_grad for parameter in module.parameters()):
-            return
-        self._warned_of_part = True
-        name = next(name for name, found in self.model.named_modules() if found is module)
-        warnings.warn(
-            f"{name} was called by itself while gradients are recorded: it has graphs and a plan of its own, and the numbers are "
-            "those of plain PyTorch, but what several graphs keep for one backward is not added up and may pass host_memory. "
-            "Call the whole model where you can (and not model.forward, which calls all its parts so)",
-            stacklevel=6,
-        )
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
@@ -361,10 +351,40 @@ class CompiledModel:
             "the plan is revised: %.3g s a step instead of %.3g s, by what was measured", then.step_s, learned.step_s
         )
         self._revised = True
-        del self.plans[graph], self.halves[graph], self.added_bytes()[graph]
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """What trains is captured and planned anew."""
+        added = self.added_bytes()
+        for graph in reversed(self.training_graphs()):
+            del self.plans[graph], self.halves[graph], added[graph]
         for (_, trains), call in self._calls.items():
             if trains:
                 self._forget_graphs(call)
+
+    def _leave_room(self) -> None:
+        """More forwards waited for their backwards than the promise holds: new plans have room for so many."""
+        self._request = dataclasses.replace(self._request, forwards=self._waiting.wanted)
+        self._replan = None
+        self._forget_training()
+
+    def waits(self, plan: Plan, kept: torch.Tensor) -> None:
+        """A training forward by ``plan`` has run; it keeps ``kept`` among others."""
+        self._waiting.waits(plan, kept)
+
+    def _begins(self, plan: Plan) -> None:
+        """A training forward by ``plan`` is about to run."""
+        over, plans = self._waiting.begins(plan), self._request.plan is None
+        if over and not self._warned:
+            self._warned = True
+            then = (
+                "the next step gets new plans, with room for all of them" if plans else "this plan has no room for them"
+            )
+            warnings.warn(
+                f"{len(self._waiting) + 1} forwards wait for their backwards at once, and what they keep together may pass "
+                f"host_memory or device_memory by {over:,} bytes in this step; {then} (compile(forwards=...) says so beforehand)",
+                stacklevel=2,
+            )
 
     def corrected(self, plan: Plan) -> Prediction | None:
         """What ``plan`` is predicted to take at the rates that its first steps have corrected; None before, and for plans that
@@ -382,6 +402,8 @@ class CompiledModel:
             self._unconfigured.pop(0)
         if self._preparing:
             raise Prepared(plan)
+        if training:
+            self._begins(plan)
         with self._in_stage("forward", rises), self.engine.forward(training=training):
             yield
 

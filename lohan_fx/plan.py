@@ -351,7 +351,10 @@ class Division:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one model at one input shape under one set of budgets, with the prediction."""
+    """All decisions for one model at one input shape under one set of budgets, with the prediction.
+
+    ``forwards``: how many of them wait for their backwards at once, each of which keeps its activations (docs/0047).
+    """
 
     policy: str
     device: str
@@ -364,6 +367,17 @@ class Plan:
     prediction: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
     division: Division | None = None
+    forwards: int = 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations that stay on the device until a backward has used them."""
+        return sum(a.bytes for a in self.activations if a.decision == Keep())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the device's memory that the other ``forwards`` keep."""
+        return (self.forwards - 1) * self.kept_bytes
 
     def decision(self, node: str) -> Decision | None:
         """The decision for the forward value ``node``, or None where the plan does not speak of it."""

@@ -26,7 +26,8 @@ class Request:
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
     may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
     are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014). ``windows_of``:
-    which windows another promise would get, for messages that name one; None: these.
+    which windows another promise would get, for messages that name one; None: these. ``forwards``: how many of them wait for
+    their backwards at once.
     """
 
     hw: HardwareProfile
@@ -46,6 +47,7 @@ class Request:
     chooses_sizes: bool = False
     holds: bool = False
     windows_of: Callable[[int], Windows] | None = None
+    forwards: int = 1
 
 
 def settled(request: Request, windows: Windows) -> Request:

@@ -163,8 +163,8 @@ def alive(
 
 
 def device_peak(halves: Halves, plan: Plan) -> int:
-    """Most device bytes alive in either half, with what is on its way out."""
-    return max(half.bytes for half in device_peaks(halves, plan).values())
+    """Most device bytes alive in either half, with what is on its way out and what other forwards keep."""
+    return max(half.bytes for half in device_peaks(halves, plan).values()) + plan.waiting_bytes
 
 
 def swap_out_room(halves: Halves, plan: Plan, limit_bytes: int) -> int:

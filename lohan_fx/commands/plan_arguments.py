@@ -58,11 +58,12 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         simulated=not arguments.no_simulation,
         clipping=arguments.clipping,
         checkpoints=_checkpoints(arguments.checkpoints),
+        forwards=count("--forwards", arguments.forwards) or 1,
     )
 
 
 def count(name: str, text: str | None) -> int | None:
-    """A number of samples or tokens."""
+    """A number of samples, tokens or forwards."""
     if text is None:
         return None
     digits = text.strip()

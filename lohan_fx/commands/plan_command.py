@@ -116,6 +116,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="gradients are clipped by their global norm: all wait for step(), and updates run beside the next forward",
     )
     parser.add_argument(
+        "--forwards", default="1", metavar="COUNT",
+        help="how many wait for their backwards at once, as with contrastive losses; each keeps its activations (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoints", default="0", metavar="COUNT",
         help="how many are kept, as in lohan_fx.compile; each takes the states' disk space once more (%(default)s)",
     )  # fmt: skip

@@ -44,7 +44,8 @@ PRICE_YEARS = 3
 @dataclass(frozen=True)
 class Asked:
     """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
-    the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept."""
+    the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept.
+    ``forwards``: how many wait for their backwards at once."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -54,6 +55,7 @@ class Asked:
     simulated: bool = True
     clipping: bool = False
     checkpoints: int = 0
+    forwards: int = 1
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
         chooses_sizes=True,
         holds=asked.clipping or asked.compute_dtype is torch.float16,
         windows_of=windows_of,
+        forwards=asked.forwards,
     )
 
 

@@ -39,7 +39,8 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         return Share(Tier.HOST if problem.budgets.shared else tier, use, nbytes, max(saves_s, 0.0))
 
     # Not all that is kept need be there at the peak.
-    kept, swapped = min(_bytes(plan, Keep()), device_peak), _bytes(plan, Swap(Tier.HOST))
+    kept = min(plan.kept_bytes + plan.waiting_bytes, device_peak)
+    swapped = plan.forwards * _bytes(plan, Swap(Tier.HOST))
     shares = [
         share(Tier.DEVICE, Use.GRAPHS, device_peak - kept),
         share(Tier.DEVICE, Use.ACTIVATIONS, kept, _elsewhere(plan, Keep())),

@@ -35,7 +35,8 @@ def added_bytes(plan: Plan, halves: Halves, transit: Transit | None = None, *, d
         assert plan.prediction is not None
         return plan.prediction.peak_bytes["host"] - captured_bytes(len(plan.parameters))
     beside = host_bytes(touched_staging_bytes(plan), plan)
-    return beside + resident_bytes(plan)[0] + touched_bytes(halves, _leaving_slowly(plan, drives), transit)
+    beside += resident_bytes(plan)[0] + plan.waiting_bytes
+    return beside + touched_bytes(halves, _leaving_slowly(plan, drives), transit)
 
 
 def transit_of(halves: Halves, plan: Plan, request: Request) -> Transit | None:

@@ -166,12 +166,13 @@ def _waits_s(problem: Problem) -> dict[tuple[int, Tier], float]:
 
 def _moved(problem: Problem, waits_s: Mapping[tuple[int, Tier], float], nbytes: int, decision: Decision) -> Adds:
     q = Quantity
+    in_memory = problem.forwards * nbytes
     if isinstance(decision, Keep):
-        return {q.DEVICE: nbytes, q.HOST: nbytes} if problem.budgets.shared else {q.DEVICE: nbytes}
+        return {q.DEVICE: in_memory, q.HOST: in_memory} if problem.budgets.shared else {q.DEVICE: in_memory}
     assert isinstance(decision, Swap)
-    to = q.HOST if decision.tier is Tier.HOST else q.SWAPPED_NVME
+    to = {q.HOST: in_memory} if decision.tier is Tier.HOST else {q.SWAPPED_NVME: nbytes}
     wait_s = waits_s[nbytes, decision.tier]
-    return {q.SWAPPED: nbytes, to: nbytes, q.COMING_BACK_S: wait_s, **swap_adds(problem, nbytes, decision.tier)}
+    return {q.SWAPPED: nbytes, **to, q.COMING_BACK_S: wait_s, **swap_adds(problem, nbytes, decision.tier)}
 
 
 def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
@@ -290,6 +291,7 @@ def _activation_room(joint: JointModel, solution: Solution) -> tuple[int, int]:
     left = 0.0
     if not joint.problem.budgets.shared:
         left = max(0.0, joint.model.limits[Quantity.HOST] - solution.quantities[Quantity.HOST])
+        left /= joint.problem.forwards
     return int(room[Keep()]), int(room[Swap(Tier.HOST)] + left)
 
 

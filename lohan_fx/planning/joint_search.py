@@ -153,13 +153,13 @@ def _worth_s(problem: Problem, found: Found) -> float:
 
 
 def _room(joint: JointModel, bare: Plan) -> tuple[int, int]:
-    """Bytes of the limits that ``bare`` leaves to activations: to keep, and to swap to host."""
+    """Bytes of the limits that ``bare`` leaves to the activations of one forward: to keep, and to swap to host."""
     device, host = resident_bytes(bare)
     limits = {quantity: int(limit) for quantity, limit in joint.model.limits.items()}
-    keep = limits[Quantity.DEVICE] - device
+    keep, forwards = limits[Quantity.DEVICE] - device, bare.forwards
     if joint.problem.budgets.shared:
-        return max(0, min(keep, limits[Quantity.HOST] - host - device)), 0
-    return max(0, keep), max(0, limits[Quantity.HOST] - host)
+        return max(0, min(keep, limits[Quantity.HOST] - host - device)) // forwards, 0
+    return max(0, keep) // forwards, max(0, limits[Quantity.HOST] - host) // forwards
 
 
 def _fits(joint: JointModel, plan: Plan) -> bool:
@@ -186,7 +186,7 @@ def _notes(choices: Sequence[Choice], seconds: float, walk_s: float, bound_s: fl
 
 
 def _kept_bytes(plan: Plan) -> int:
-    return sum(a.bytes for a in plan.activations if isinstance(a.decision, Keep))
+    return plan.kept_bytes + plan.waiting_bytes
 
 
 def _least(problem: Problem) -> tuple[Problem, Plan, int]:

@@ -43,7 +43,7 @@ def lowest_tier(plan: Plan) -> Tier:
 def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
     """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
     swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
-    return problem_fixed_bytes + resident_bytes(plan)[1] + swapped
+    return problem_fixed_bytes + resident_bytes(plan)[1] + plan.forwards * swapped
 
 
 def needed(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:
@@ -72,9 +72,12 @@ def check(problem: Problem, plan: Plan, device_peak: int) -> None:
     for tier, nbytes in over.items():
         budget = budgets.host_memory_bytes if tier == "host" else budgets.device_memory_bytes
         lines.append(f"{tier}_memory={budget:,} bytes is {nbytes:,} short; {tier}_memory={enough[tier]:,} would fit")
+    graphs = "The graphs alone need" if plan.forwards == 1 else f"The graphs of {plan.forwards} forwards alone need"
     raise InfeasiblePlan(
-        f"policy {problem.policy!r} does not fit: " + "; ".join(lines) + ". The graphs alone need "
-        f"{device_peak:,} bytes at once and staging {budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
+        f"policy {problem.policy!r} does not fit: "
+        + "; ".join(lines)
+        + f". {graphs} {device_peak:,} bytes at once and staging "
+        f"{budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
     )
 
 

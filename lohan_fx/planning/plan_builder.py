@@ -82,6 +82,7 @@ def build_plan(
             for p in problem.parameters
         ),
         windows=problem.windows,
+        forwards=problem.forwards,
     )
 
 

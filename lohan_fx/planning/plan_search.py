@@ -53,7 +53,7 @@ class Rewrites:
 
     def device_peak(self, plan: Plan) -> int:
         """Most device bytes alive, remembered: a model that is planned again is asked for some plans again."""
-        key = (*_of_graphs(plan), plan.windows.gradient_bytes, plan.windows.swap_out_bytes)
+        key = (*_of_graphs(plan), plan.windows.gradient_bytes, plan.windows.swap_out_bytes, plan.forwards)
         if key not in self._peaks:
             self._peaks[key] = device_peak(self.halves(plan), plan)
         return self._peaks[key]
@@ -124,6 +124,7 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         handover_s=cost.handover_s(request.hw),
         launches=(costs.forward_launches, costs.backward_launches),
         windows_of=request.windows_of,
+        forwards=request.forwards,
     )
     problem = _with_turn(problem, keeping, request)
     plan, problem = _running_ahead(make_plan(problem, request.hw), problem, rewrites, request)
@@ -337,7 +338,7 @@ def _with_swap_out_room(plan: Plan, halves: Halves) -> Plan:
         return plan
     on_cpu = plan.device == "cpu"
     limit = device_peak(halves, plan) if on_cpu else plan.device_memory_bytes - resident_bytes(plan)[0]
-    room = max(plan.windows.swap_out_bytes, swap_out_room(halves, plan, limit))
+    room = max(plan.windows.swap_out_bytes, swap_out_room(halves, plan, limit - plan.waiting_bytes))
     return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, swap_out_bytes=room))
 
 

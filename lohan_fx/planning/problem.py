@@ -56,6 +56,7 @@ class Problem:
     not said. ``in_turns``: whether what is swapped is spread over the model, which keeps the link at work all the time, instead
     of being what is made first, which is away longest; then ``soon_back``, which are away for little longer than they take, had
     better stay. ``windows_of``: which windows a promise of so many bytes of host memory gets; None: these, whatever it is.
+    ``forwards``: how many of them wait for their backwards at once.
     """
 
     policy: str
@@ -76,6 +77,7 @@ class Problem:
     in_turns: bool = False
     soon_back: frozenset[str] = frozenset()
     windows_of: Callable[[int], Windows] | None = None
+    forwards: int = 1
 
     def windows_for(self, promise_bytes: int) -> Windows:
         """The windows of another promise of host memory."""

@@ -38,11 +38,11 @@ def room(problem: Problem, layout: Layout) -> Room:
     """What ``layout`` leaves for activations, where the peak of a graph that recomputes all it can is needed anyway."""
     budgets = problem.budgets
     least = layout.plan(problem, between_blocks(problem, Tier.DEVICE))
-    graphs = problem.device_peak(least) - _bytes(least.activations, Keep())
+    graphs = problem.device_peak(least) - least.kept_bytes - least.waiting_bytes
     device = budgets.device_memory_bytes - graphs - resident_bytes(least)[0]
     host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
     together = host - graphs - resident_bytes(least)[0] if budgets.shared else device + host
-    return Room(max(device, 0), max(host, 0), max(together, 0))
+    return Room(*(max(nbytes, 0) // problem.forwards for nbytes in (device, host, together)))
 
 
 def work(problem: Problem, plan: Plan) -> cost.Work:

@@ -103,6 +103,8 @@ def _header(plan: Plan, checkpoints: int) -> str:
         *windows_lines(plan.windows),
         f"disk: {disk_text(plan, checkpoints)}",
     ]
+    if plan.forwards > 1:
+        lines.append(f"forwards: {plan.forwards} wait for their backwards at once, and each keeps its activations")
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 

@@ -94,10 +94,19 @@ def all_plans(asked: Problem) -> Iterator[Plan]:
     st.sampled_from([1, 6]),
     st.booleans(),
     st.sampled_from([0.0, 0.001, 0.01]),
+    st.sampled_from([1, 1, 2]),
 )
 @settings(max_examples=16)
 def test_no_plan_at_all_is_faster(
-    shared: bool, host: int, device: int, scale: int, time: float, megabytes: int, tail: bool, handover_s: float
+    shared: bool,
+    host: int,
+    device: int,
+    scale: int,
+    time: float,
+    megabytes: int,
+    tail: bool,
+    handover_s: float,
+    forwards: int,
 ) -> None:
     asked = problem(
         host,
@@ -109,7 +118,7 @@ def test_no_plan_at_all_is_faster(
         first=frozenset({"layers.0.fc.weight"} if tail else ()),
         last=frozenset({"layers.0.fc.weight"} if tail else ()),
     )
-    asked, hw = replace(asked, handover_s=handover_s), hardware(shared)
+    asked, hw = replace(asked, handover_s=handover_s, forwards=forwards), hardware(shared)
     best = min((step_s(asked, plan, hw) for plan in all_plans(asked) if fits(asked, plan)), default=None)
     plan = planned(asked, hw)
     assert (plan is None) == (best is None)
@@ -141,6 +150,7 @@ def scaled(found: ActivationGraph, *, seconds: float) -> ActivationGraph:
     st.sampled_from([1e-4, 0.01, 0.1]),
     st.sampled_from([0.0, 0.001]),
     st.booleans(),
+    st.sampled_from([1, 1, 2, 3]),
 )
 @settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
 def test_no_plan_of_any_small_graph_is_faster_and_one_is_found_where_any_fits(
@@ -152,9 +162,10 @@ def test_no_plan_of_any_small_graph_is_faster_and_one_is_found_where_any_fits(
     forward_s: float,
     handover_s: float,
     has_drive: bool,
+    forwards: int,
 ) -> None:
     """Every way to keep, swap or recompute, with prices for all of them: memory, links, drives (or none), seconds, handing
-    over."""
+    over; and with memory for as many forwards as wait at once."""
     asked = problem(
         FIXED + host + (PEAK if shared else 0),
         FIXED + host + PEAK if shared else PEAK + device,
@@ -163,7 +174,7 @@ def test_no_plan_of_any_small_graph_is_faster_and_one_is_found_where_any_fits(
         parameters=(),
         forward_s=forward_s,
     )
-    asked, hw = replace(asked, handover_s=handover_s), hardware(shared)
+    asked, hw = replace(asked, handover_s=handover_s, forwards=forwards), hardware(shared)
     hw = hw if has_drive else replace(hw, nvme=())
     best = min((step_s(asked, plan, hw) for plan in all_plans(asked) if fits(asked, plan)), default=math.inf)
     plan = planned(asked, hw)

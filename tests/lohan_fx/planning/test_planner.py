@@ -106,7 +106,7 @@ def problem(
         backward_s=2 * forward_s,
         budgets=Budgets(host, device, FIXED, shared),
         windows=WINDOWS,
-        device_peak=lambda plan: PEAK + kept_bytes(plan),
+        device_peak=lambda plan: PEAK + kept_bytes(plan) + plan.waiting_bytes,
         ends=Ends(first, last, last_fetch_s=forward_s / 10),
         holds=holds,
     )
@@ -126,8 +126,9 @@ def saved(plan: Plan) -> set[str]:
 
 def used(asked: Problem, plan: Plan) -> tuple[int, int]:
     """(device, host) bytes that ``plan`` takes."""
-    device = PEAK + kept_bytes(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
-    host = FIXED + swapped_bytes(plan, Tier.HOST) + sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
+    each, swapped = kept_bytes(plan), swapped_bytes(plan, Tier.HOST)
+    device = PEAK + asked.forwards * each + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE)
+    host = FIXED + asked.forwards * swapped + sum(p.bytes for p in plan.parameters if p.home is Tier.HOST)
     host += sum(12 * p.numel for p in plan.parameters if p.states_home is Tier.HOST)
     host += sum(p.bytes for p in plan.parameters if p.gradient_home is Tier.HOST)
     return device, host + (device if asked.budgets.shared else 0)

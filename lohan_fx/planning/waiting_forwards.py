@@ -1,0 +1,78 @@
+"""waiting_forwards: how many forwards wait for their backwards at once, each with what its plan keeps.
+
+A contrastive loss is made of two or three forwards, and so is one of a backbone and a head that are called by themselves. How
+many there will be, nobody tells: they are counted, and plans made after that have room for so many (docs/0047).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+
+import torch
+
+from lohan_fx import ops
+from lohan_fx.passes.halves import Halves, outputs_of
+from lohan_fx.plan import Keep, Plan, Swap, Tier
+
+NEGLIGIBLE = 1 / 64
+"""Share of the largest forward's activations that others may keep without counting as one more: an embedding called by itself
+keeps tokens."""
+
+
+def kept_bytes(plan: Plan) -> dict[str, int]:
+    """What a forward by ``plan`` leaves in memory for its backward, of the budgets "device" and "host"; a CPU's promise of
+    host memory covers its device memory."""
+    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    return {"device": plan.kept_bytes, "host": swapped + (plan.kept_bytes if plan.device == "cpu" else 0)}
+
+
+def kept_output(halves: Halves, plan: Plan) -> int | None:
+    """Which output of the forward is the largest activation that it keeps, or else stands for one that it has swapped; None
+    where there is neither."""
+    sizes = {a.node: a.bytes for a in plan.activations if a.decision == Keep()}
+    places = []
+    for index, node in list(enumerate(outputs_of(halves.forward)))[halves.num_outputs :]:
+        if isinstance(node, torch.fx.Node) and (node.name in sizes or node.target is ops.SWAP_OUT):
+            places.append((sizes.get(node.name, 0), index))
+    return max(places)[1] if places else None
+
+
+class WaitingForwards:
+    """What waits now. ``wanted``: how many forwards plans should have room for, by what has been seen."""
+
+    def __init__(self) -> None:
+        self.wanted = 1
+        self._waiting: dict[int, dict[str, int]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begins(self, plan: Plan) -> int:
+        """A forward by ``plan`` is about to run beside those that wait: by how many bytes they may pass a budget; 0 where they
+        do not, or by next to nothing."""
+        assert plan.prediction is not None
+        own, waiting = kept_bytes(plan), list(self._waiting.values())
+        budgets = {"device": plan.device_memory_bytes, "host": plan.host_memory_bytes}
+        over = {
+            tier: plan.prediction.peak_bytes[tier]
+            + sum(kept[tier] for kept in waiting)
+            - (plan.forwards - 1) * own[tier]
+            - budget
+            for tier, budget in budgets.items()
+        }
+        worst = max(over, key=lambda tier: over[tier])
+        if not waiting or over[worst] <= 0:
+            return 0
+        all_kept = [own[worst], *(kept[worst] for kept in waiting)]
+        count = math.ceil(sum(all_kept) / max(all_kept) - NEGLIGIBLE) if any(all_kept) else 1
+        self.wanted = max(self.wanted, count)
+        return over[worst] if count > plan.forwards else 0
+
+    def waits(self, plan: Plan, kept: torch.Tensor) -> None:
+        """A forward by ``plan`` has run. What it keeps is there until ``kept``, which is part of it, is gone."""
+        number = next(self._numbers)
+        self._waiting[number] = kept_bytes(plan)
+        weakref.finalize(kept, self._waiting.pop, number, None).atexit = False

@@ -1,0 +1,125 @@
+"""Several calls of a model before one backward, as contrastive losses make them: exact, and within the promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import lohan_fx
+from lohan_fx.compile import compiled
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
+from tests.end_to_end.models import LLAMA, PERCEPTRON, tokens, vectors
+from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = 3
+PROMISE = "1200MiB"
+
+
+def _trained(nvme: Path, *, calls: int, said: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.end_to_end.forwards_at_once", str(nvme), PROMISE, str(calls), str(said)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_what_several_forwards_keep_stays_within_the_promise(tmp_path: Path) -> None:
+    """From the first step on where it is said, else from the step after the first: the plan of one forward has no room for three,
+    and what the first step took is given back in the second."""
+    said = _trained(tmp_path, calls=CALLS, said=CALLS)
+    assert max(said["peaks"]) <= said["promised_bytes"]
+    assert not said["warned"]
+    learned = _trained(tmp_path, calls=CALLS, said=1)
+    assert learned["peaks"][0] > learned["promised_bytes"], (
+        "three forwards fit without any plan for them: nothing is tested"
+    )
+    assert max(learned["peaks"][2:]) <= learned["promised_bytes"]
+    assert len(learned["warned"]) == 1
+    assert said["forwards"] == learned["forwards"] == CALLS
+    assert said["losses"] == learned["losses"]
+
+
+def _contrastive(model: Any, optimizer: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = F.triplet_margin_loss(*(model(**vectors()).prediction for _ in range(CALLS)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("leak_check")
+@pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_training_goes_on_exactly_when_plans_are_made_anew(
+    max_norm: float | None, policy: str, hw: HardwareProfile, tmp_path: Path
+) -> None:
+    def adamw(kind: Any, model: Any) -> Any:
+        optimizer = kind(model.parameters(), lr=LR)
+        if max_norm is not None:
+            optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), max_norm) and None)
+        return optimizer
+
+    plain, model = PERCEPTRON.build(), PERCEPTRON.build()
+    torch.manual_seed(1)
+    wanted = _contrastive(plain, adamw(torch.optim.AdamW, plain), 6)
+    options = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": policy}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, hold_gradients=max_norm is not None, **options)):
+        torch.manual_seed(1)
+        optimizer = adamw(lohan_fx.AdamW, model)
+        found = _contrastive(model, optimizer, 3)
+        assert [plan.forwards for plan in compiled(model).plans] == [1]
+        compiled(model)._waiting.wanted = CALLS  # as if they had passed the promise, which they are too small for
+        found += _contrastive(model, optimizer, 3)
+        assert [plan.forwards for plan in compiled(model).plans] == [CALLS]
+    assert found == wanted
+    assert_same_weights(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.usefixtures("leak_check")
+@pytest.mark.parametrize("policy", ["keep", "swap-host", "swap-nvme"])
+def test_a_forward_waits_for_its_backward_or_until_it_is_gone(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    model = PERCEPTRON.build()
+    options = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": policy}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        waiting = compiled(model)._waiting
+        with torch.no_grad():
+            kept = model(**vectors())
+        assert len(waiting) == 0
+        losses = [model(**vectors()).loss for _ in range(3)]
+        assert len(waiting) == 3
+        losses.pop()
+        assert len(waiting) == 2
+        sum(losses).backward()
+        assert len(waiting) == 0
+        optimizer.step()
+        del kept, losses
+
+
+def test_a_policy_that_keeps_everything_is_refused_by_number(hw: HardwareProfile, tmp_path: Path) -> None:
+    model = LLAMA.build()
+    options = {"compute_dtype": torch.float32, "host_memory": "200MiB", "policy": "keep", "forwards": 2000}
+    with (
+        lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)),
+        pytest.raises(InfeasiblePlan, match="The graphs of 2000 forwards alone need"),
+    ):
+        model(**tokens())
+
+
+@pytest.mark.parametrize("forwards", [0, -1, 1.5, True, "2", None])
+def test_a_bad_number_is_refused(forwards: Any, hw: HardwareProfile, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"forwards is .*: expected how many wait"):
+        lohan_fx.compile(LLAMA.build(), hw, nvme=tmp_path, forwards=forwards)
