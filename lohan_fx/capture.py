@@ -55,7 +55,7 @@ class Linked(Protocol):
     ) -> None: ...
     def forward(self, rises: Rises, plan: Plan, *, training: bool) -> AbstractContextManager[None]: ...
     def waits(self, plan: Plan, kept: torch.Tensor) -> None: ...
-    def backward(self, rises: Rises, sources: Sources) -> AbstractContextManager[None]: ...
+    def backward(self, rises: Rises, plan: Plan, sources: Sources) -> AbstractContextManager[None]: ...
 
 
 def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
@@ -131,7 +131,9 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             fw_compiler=lambda graph, _: run(
                 graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits
             ),
-            bw_compiler=lambda graph, _: run(graph, "backward", lambda: model.backward(coming["backward"], sources)),
+            bw_compiler=lambda graph, _: run(
+                graph, "backward", lambda: model.backward(coming["backward"], obeyed[0], sources)
+            ),
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)

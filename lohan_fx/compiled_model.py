@@ -372,16 +372,15 @@ class CompiledModel:
         """A training forward by ``plan`` has run; it keeps ``kept`` among others."""
         self._waiting.waits(plan, kept)
 
-    def _begins(self, plan: Plan) -> None:
-        """A training forward by ``plan`` is about to run."""
-        over, plans = self._waiting.begins(plan), self._request.plan is None
+    def _backward_begins(self, plan: Plan) -> None:
+        over, plans = self._waiting.backward_begins(plan), self._request.plan is None
         if over and not self._warned:
             self._warned = True
             then = (
                 "the next step gets new plans, with room for all of them" if plans else "this plan has no room for them"
             )
             warnings.warn(
-                f"{len(self._waiting) + 1} forwards wait for their backwards at once, and what they keep together may pass "
+                f"{len(self._waiting)} forwards wait for their backwards at once, and what they keep together may pass "
                 f"host_memory or device_memory by {over:,} bytes in this step; {then} (compile(forwards=...) says so beforehand)",
                 stacklevel=2,
             )
@@ -402,13 +401,12 @@ class CompiledModel:
             self._unconfigured.pop(0)
         if self._preparing:
             raise Prepared(plan)
-        if training:
-            self._begins(plan)
         with self._in_stage("forward", rises), self.engine.forward(training=training):
             yield
 
     @contextmanager
-    def backward(self, rises: Rises, sources: Sources) -> Iterator[None]:
+    def backward(self, rises: Rises, plan: Plan, sources: Sources) -> Iterator[None]:
+        self._backward_begins(plan)
         with self._in_stage("backward", rises), self.engine.backward(reached(sources)):
             yield
 

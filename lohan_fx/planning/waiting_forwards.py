@@ -50,24 +50,21 @@ class WaitingForwards:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begins(self, plan: Plan) -> int:
-        """A forward by ``plan`` is about to run beside those that wait: by how many bytes they may pass a budget; 0 where they
-        do not, or by next to nothing."""
+    def backward_begins(self, plan: Plan) -> int:
+        """The backward of a forward by ``plan`` is about to run, while others wait for theirs: by how many bytes they may pass a
+        budget; 0 where they do not, or by next to nothing."""
         assert plan.prediction is not None
-        own, waiting = kept_bytes(plan), list(self._waiting.values())
+        own, others = kept_bytes(plan), list(self._waiting.values())
+        if own in others:
+            others.remove(own)
         budgets = {"device": plan.device_memory_bytes, "host": plan.host_memory_bytes}
-        over = {
-            tier: plan.prediction.peak_bytes[tier]
-            + sum(kept[tier] for kept in waiting)
-            - (plan.forwards - 1) * own[tier]
-            - budget
-            for tier, budget in budgets.items()
-        }
+        alone = {tier: plan.prediction.peak_bytes[tier] - (plan.forwards - 1) * own[tier] for tier in budgets}
+        over = {tier: alone[tier] + sum(kept[tier] for kept in others) - budgets[tier] for tier in budgets}
         worst = max(over, key=lambda tier: over[tier])
-        if not waiting or over[worst] <= 0:
+        all_kept = [own[worst], *(kept[worst] for kept in others)]
+        if over[worst] <= 0 or not any(all_kept):
             return 0
-        all_kept = [own[worst], *(kept[worst] for kept in waiting)]
-        count = math.ceil(sum(all_kept) / max(all_kept) - NEGLIGIBLE) if any(all_kept) else 1
+        count = math.ceil(sum(all_kept) / max(all_kept) - NEGLIGIBLE)
         self.wanted = max(self.wanted, count)
         return over[worst] if count > plan.forwards else 0
 

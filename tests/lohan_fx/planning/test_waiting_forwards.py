@@ -30,12 +30,13 @@ def plan(kept: int, *, device: str = "cpu", to_host: int = 0, forwards: int = 1)
     return replace(made, prediction=Prediction(stage, stage, peaks, stage, 0, 0, 0, 0))
 
 
-def run(waiting: WaitingForwards, found: Plan, *, keeping: list[torch.Tensor]) -> int:
-    """One forward; what it keeps is kept alive by ``keeping``."""
-    over = waiting.begins(found)
-    keeping.append(torch.ones(1))
-    waiting.waits(found, keeping[-1])
-    return over
+def over(*forwards: Plan) -> tuple[int, int]:
+    """What all of them together are over, at the backward of the last, and how many are counted."""
+    waiting, alive = WaitingForwards(), []
+    for found in forwards:
+        alive.append(torch.ones(1))
+        waiting.waits(found, alive[-1])
+    return waiting.backward_begins(forwards[-1]), waiting.wanted
 
 
 @pytest.mark.parametrize(
@@ -46,50 +47,41 @@ def test_what_a_forward_keeps(device: str, kept: int, to_host: int, expected: di
     assert kept_bytes(plan(kept, device=device, to_host=to_host)) == {t: n * MIB for t, n in expected.items()}
 
 
-def test_as_many_as_fit_change_nothing() -> None:
-    waiting, alive = WaitingForwards(), []
-    assert [run(waiting, plan(3), keeping=alive) for _ in range(3)] == [0, 0, 0]
-    assert waiting.wanted == 1
+@pytest.mark.parametrize(("count", "expected"), [(1, (0, 1)), (2, (0, 1)), (3, (2 * MIB, 3)), (4, (6 * MIB, 4))])
+def test_as_many_as_fit_change_nothing_and_more_are_counted(count: int, expected: tuple[int, int]) -> None:
+    assert over(*[plan(4)] * count) == expected
 
 
-def test_one_that_does_not_fit_says_by_how_much_and_all_are_counted() -> None:
-    waiting, alive = WaitingForwards(), []
-    assert [run(waiting, plan(4), keeping=alive) for _ in range(4)] == [0, 0, 2 * MIB, 6 * MIB]
-    assert waiting.wanted == 4
+@pytest.mark.parametrize(("count", "expected"), [(3, (0, 1)), (4, (2 * MIB, 4))])
+def test_a_plan_that_counts_them_has_room_for_them(count: int, expected: tuple[int, int]) -> None:
+    assert over(*[plan(3, forwards=3)] * count) == expected
 
 
 def test_what_is_gone_waits_no_more() -> None:
-    waiting, alive = WaitingForwards(), []
+    waiting = WaitingForwards()
     for _ in range(20):
-        assert run(waiting, plan(9), keeping=alive) == 0
-        alive.clear()
+        kept = torch.ones(1)
+        waiting.waits(plan(9), kept)
+        assert waiting.backward_begins(plan(9)) == 0
+        del kept
         gc.collect()
         assert not waiting
     assert waiting.wanted == 1
 
 
-def test_a_plan_that_counts_them_has_room_for_them() -> None:
-    waiting, alive = WaitingForwards(), []
-    assert [run(waiting, plan(3, forwards=3), keeping=alive) for _ in range(3)] == [0, 0, 0]
-    assert run(waiting, plan(3, forwards=3), keeping=alive) == 2 * MIB
-    assert waiting.wanted == 4
-
-
-def test_small_ones_beside_a_large_one_do_not_count() -> None:
+@pytest.mark.parametrize(("small", "expected"), [(0, 1), (1, 1), (10, 2), (70, 2), (100, 2)])
+def test_small_ones_beside_a_large_one_do_not_count(small: int, expected: int) -> None:
     """An embedding that is called by itself keeps next to nothing."""
-    found = {}
-    for small, large in ((1, 100), (10, 100), (70, 100)):
-        waiting, alive = WaitingForwards(), []
-        run(waiting, plan(small), keeping=alive)
-        over = run(waiting, plan(large), keeping=alive)
-        found[small] = over > 0, waiting.wanted
-    assert found == {1: (False, 1), 10: (True, 2), 70: (True, 2)}
+    for forwards in ((plan(small), plan(100)), (plan(100), plan(small))):
+        assert over(*forwards)[1] == expected
+
+
+def test_a_forward_that_keeps_nothing_may_have_its_backward_beside_others() -> None:
+    assert over(plan(6), plan(6), plan(0)) == (2 * MIB, 2)
 
 
 @pytest.mark.parametrize(("kept", "to_host"), [(6, 0), (0, 6)])
 def test_each_budget_of_a_gpu_is_one_of_its_own(kept: int, to_host: int) -> None:
-    waiting, alive = WaitingForwards(), []
-    found = [run(waiting, plan(kept, device="cuda", to_host=to_host), keeping=alive) for _ in range(2)]
-    assert found == [0, 2 * MIB]
-    waiting = WaitingForwards()
-    assert [run(waiting, plan(5, device="cuda", to_host=5), keeping=alive) for _ in range(2)] == [0, 0]
+    found = plan(kept, device="cuda", to_host=to_host)
+    assert over(found, found) == (2 * MIB, 2)
+    assert over(*[plan(5, device="cuda", to_host=5)] * 2) == (0, 1)
