@@ -170,9 +170,9 @@ def judged(family: str, kind: Kind, policy: str, hw: HardwareProfile, nvme: Path
     try:
         ours = streamed(family, kind, policy, hw, nvme)
     except CaptureError as error:
-        return {**found, "verdict": _refusal(family, kind, error), "why": _in_short(error)}
+        return {**found, "verdict": _refusal(family, kind, error), "why": in_short(error)}
     except Exception as error:
-        return {**found, "verdict": FAILED, "why": _in_short(error)}
+        return {**found, "verdict": FAILED, "why": in_short(error)}
     found["losses"] = ours[0]
     if _equal(ours, eager):
         return {**found, "verdict": EAGER}
@@ -191,7 +191,7 @@ def _refusal(family: str, kind: Kind, why: CaptureError) -> str:
     return REFUSED
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
 
 

@@ -87,8 +87,17 @@ def _families(found: Figures) -> str:
     )
 
 
+def _generates(found: Figures) -> str:
+    return (
+        f"{found['families']} of {found['of_families']} families, with a cache and without: {found['same']} of {found['runs']} "
+        f"runs say the same words; refused: {found['not_traceable']} that `torch.compile` cannot trace either, "
+        f"{found['sizes_depend_on_values']} with sizes that depend on values; {found['not_eager']} where plain PyTorch fails"
+    )
+
+
 ROWS = (
     Row("families", "Models of Hugging Face's families train to plain PyTorch's numbers", "every bit", _families),
+    Row("generates", "Those that make text generate what plain PyTorch does", "every word", _generates),
     Row("kill9", "Killed at any moment, also by power losses, a training ends with the same bits", "100 %", _kills),
     Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
     Row("faults", "A fault of the drive surfaces, or changes nothing (2 checkpoints kept)", "0 silent", _faults),

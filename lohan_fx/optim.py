@@ -28,8 +28,8 @@ class Adam(torch.optim.Optimizer):
         params: ``model.parameters()`` or param groups, as in torch; all of one model compiled by ``lohan_fx.compile``.
         fused: use torch's fused CPU kernel (faster; its bits are those of ``torch.optim.Adam(fused=True)``). None is
             torch's default on the CPU: not fused.
-        accumulation_steps: backwards per step. None learns it from the first step, whose gradients are therefore held
-            until ``step``; every later step overlaps.
+        accumulation_steps: backwards per step, as many for one loss as it calls the model. None learns it from the first
+            step, whose gradients are therefore held until ``step``; every later step overlaps.
 
     Raises:
         TypeError: a parameter is not of a compiled model.

@@ -369,6 +369,10 @@ class Plan:
     division: Division | None = None
     forwards: int = 1
 
+    def __post_init__(self) -> None:
+        if self.forwards == 0:
+            raise ValueError("Plan.forwards is 0: at least one waits for its backward")
+
     @property
     def kept_bytes(self) -> int:
         """Bytes of activations that stay on the device until a backward has used them."""

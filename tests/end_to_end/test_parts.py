@@ -23,10 +23,7 @@ from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.models import LLAMA, T5, VOCABULARY, Case, tokens
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
-pytestmark = [
-    pytest.mark.usefixtures("leak_check"),
-    pytest.mark.filterwarnings("ignore:.* was called by itself while gradients are recorded"),
-]
+pytestmark = pytest.mark.usefixtures("leak_check")
 
 POLICIES = ("lohan", "swap-nvme", "recompute")
 STEPS = 4

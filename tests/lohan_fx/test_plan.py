@@ -150,6 +150,7 @@ plans = each_field(
     prediction=st.none() | predictions,
     notes=st.lists(words, max_size=2).map(tuple),
     division=st.none() | divisions,
+    forwards=st.integers(1, 9),
 )
 
 
@@ -204,6 +205,8 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
         ("windows", {}, "not a plan"),
         ("prediction", {}, "not a plan: 'forward'"),
         ("division", {}, "not a plan: 'shares'"),
+        ("forwards", 0, "Plan.forwards is 0"),
+        ("forwards", 1.5, "Plan.forwards is 1.5"),
         ("surplus", 1, "not a plan.*surplus"),
     ],
 )
@@ -234,12 +237,18 @@ def test_a_wrong_value_is_named(path: tuple[str | int, ...], value: object, mess
         Plan.from_json(json.dumps(raw))
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan)])
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan) if field.name != "forwards"])
 def test_a_missing_part_is_a_value_error(key: str) -> None:
     raw = json.loads(plan().to_json())
     del raw[key]
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json(json.dumps(raw))
+
+
+def test_a_plan_of_before_there_were_several_forwards_counts_one() -> None:
+    raw = json.loads(plan().to_json())
+    del raw["forwards"]
+    assert Plan.from_json(json.dumps(raw)) == plan()
 
 
 def test_values_are_checked_when_read_back() -> None:
