@@ -25,7 +25,7 @@ from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
-POLICIES = ("lohan", "swap-nvme", "recompute")
+POLICIES = ("swap-nvme", "recompute")
 STEPS = 4
 
 Loss = Callable[[Any], torch.Tensor]
@@ -196,9 +196,6 @@ def test_a_sequence_to_sequence_model_generates(use_cache: bool, hw: HardwarePro
     assert len(wanted.unique()) > 2
     with _compiled(_seq2seq(), hw, tmp_path) as model:
         assert torch.equal(model.generate(**batch, **how), wanted)
-        assert torch.equal(
-            model.generate(**batch, **how, num_beams=2), _seq2seq().generate(**batch, **how, num_beams=2)
-        )
 
 
 def test_methods_that_call_parts(hw: HardwareProfile, tmp_path: Path) -> None:
