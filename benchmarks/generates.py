@@ -4,7 +4,7 @@
 
 With a cache of keys and values and without, in fp32, after large random weights, so that the words differ. ``generate`` of an
 encoder and a decoder calls the encoder by itself (docs/0046). What Dynamo cannot trace as one graph we must refuse, and we refuse
-sizes that depend on values. Fails on any other words, and on any other refusal.
+sizes that depend on values and models that edit their parameters. Fails on any other words, and on any other refusal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from families import FAILED, HOST_MEMORY, KINDS, REFUSED, SMALL, UNPLANNED, UNTRACEABLE, Kind, build, in_short
-from report import arguments, finish, own_folder, profile
+from report import arguments, finish, own_folder, profile, with_saved
 from torch import nn
 
 import lohan_fx
@@ -28,6 +28,7 @@ AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 WORDS = 4
 STD = 0.15
 SAME, OTHER, NOT_EAGER = "the same words", "OTHER WORDS", "plain PyTorch does not"
+EDITS = "edits its parameters"
 
 
 def speaking(family: str, kind: Kind) -> Any:
@@ -53,7 +54,8 @@ def words(model: Any, *, use_cache: bool) -> torch.Tensor:
 
 def judged(family: str, kind: Kind, use_cache: bool, hw: HardwareProfile, nvme: Path) -> dict[str, Any]:
     """What one family says."""
-    found: dict[str, Any] = {"family": family, "use_cache": use_cache}
+    name = f"{family} {'with' if use_cache else 'without'} cache"
+    found: dict[str, Any] = {"case": name, "family": family}
     torch._dynamo.reset()
     try:
         wanted = words(speaking(family, kind), use_cache=use_cache)
@@ -75,9 +77,13 @@ def _refusal(family: str, kind: Kind, use_cache: bool, why: CaptureError) -> str
     """Whether ``torch.compile`` refuses the same, as one graph."""
     if "depends on values and not on input shapes" in str(why):
         return UNPLANNED
+    if "edits its parameter" in str(why):
+        return EDITS
     torch._dynamo.reset()
-    model: nn.Module = speaking(family, kind)
-    model.compile(backend="aot_eager", fullgraph=True)
+    model = speaking(family, kind)
+    called: list[nn.Module] = [model, model.get_encoder()] if kind.auto == AUTO[1] else [model]
+    for module in called:
+        module.compile(backend="aot_eager", fullgraph=True)
     try:
         words(model, use_cache=use_cache)
     except Exception:
@@ -100,21 +106,19 @@ def main() -> None:
         for family in asked:
             for use_cache in (True, False):
                 said.append(judged(family, every[family], use_cache, hw, args.nvme))
-                print(f"{family} ({'with' if use_cache else 'without'} cache): {said[-1]['verdict']}", flush=True)
+                print(f"{said[-1]['case']}: {said[-1]['verdict']}", flush=True)
                 gc.collect()
-    verdicts = [case["verdict"] for case in said]
+    cases = with_saved("generates", said) if args.save else said
+    verdicts = [case["verdict"] for case in cases]
     figures = {
-        "families": len(asked), "of_families": len(every), "runs": len(said), "same": verdicts.count(SAME),
+        "families": len({case["family"] for case in cases}), "of_families": len(every), "same": verdicts.count(SAME),
         "not_traceable": verdicts.count(UNTRACEABLE), "sizes_depend_on_values": verdicts.count(UNPLANNED),
-        "not_eager": verdicts.count(NOT_EAGER), "said": said,
+        "edits_parameters": verdicts.count(EDITS), "not_eager": verdicts.count(NOT_EAGER), "cases": cases,
+        "of_cases": 2 * len(every),
     }  # fmt: skip
-    missed = [f"{case['family']}: {case['verdict']}" for case in said if case["verdict"] in (OTHER, REFUSED, FAILED)]
-    rows = [(one, ", ".join(_name(case) for case in said if case["verdict"] == one)) for one in sorted(set(verdicts))]
+    missed = [f"{case['case']}: {case['verdict']}" for case in cases if case["verdict"] in (OTHER, REFUSED, FAILED)]
+    rows = [(one, ", ".join(case["case"] for case in cases if case["verdict"] == one)) for one in sorted(set(verdicts))]
     finish("generates", rows, figures, missed, save=args.save)
-
-
-def _name(case: dict[str, Any]) -> str:
-    return f"{case['family']}{'' if case['use_cache'] else ' without cache'}"
 
 
 if __name__ == "__main__":

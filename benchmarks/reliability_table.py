@@ -89,9 +89,10 @@ def _families(found: Figures) -> str:
 
 def _generates(found: Figures) -> str:
     return (
-        f"{found['families']} of {found['of_families']} families, with a cache and without: {found['same']} of {found['runs']} "
-        f"runs say the same words; refused: {found['not_traceable']} that `torch.compile` cannot trace either, "
-        f"{found['sizes_depend_on_values']} with sizes that depend on values; {found['not_eager']} where plain PyTorch fails"
+        f"{found['families']} of {found['of_families']} families, each with a cache and without: {found['same']} of "
+        f"{len(found['cases'])} say the same words; refused: {found['not_traceable']} that `torch.compile` cannot trace either, "
+        f"{found['sizes_depend_on_values']} with sizes that depend on values, {found['edits_parameters']} that edit their "
+        f"parameters; {found['not_eager']} where plain PyTorch fails"
     )
 
 
