@@ -55,6 +55,8 @@ def check_arguments(
         raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
     if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
         raise ValueError(f"forwards is {forwards!r}: expected how many wait for their backwards at once, at least 1")
+    if plan is not None and forwards not in (1, plan.forwards):
+        raise ValueError(f"forwards is {forwards}, and the plan given counts {plan.forwards}: leave one of them out")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to stream")

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
@@ -102,6 +103,8 @@ class CompiledModel:
         self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
         self._waiting = WaitingForwards()
         self._warned = False
+        self._learns_forwards = request.plan is None
+        self._forwards_before = request.forwards
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
@@ -181,14 +184,19 @@ class CompiledModel:
         if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
             self._correct()
         training = torch.is_grad_enabled()
-        more = self._request.plan is None and self._waiting.wanted > self._request.forwards
-        if training and more and not self._waiting and not self.engine.micro_batches.backwards:
+        if training and self._lacks_room():
             self._leave_room()
         if (module, training) not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
             self._calls[module, training] = self._compiled(module, dynamic=False if training else None)
+        call = functools.partial(self._calls[module, training], *args, **kwargs)
         with torch._dynamo.config.patch(_dynamo_settings()), capturing():
-            return captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
+            try:
+                return captured(self.model, call)
+            except InfeasiblePlan as error:
+                if not self._did_before(error):
+                    raise
+            return captured(self.model, call)
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
@@ -362,26 +370,46 @@ class CompiledModel:
             if trains:
                 self._forget_graphs(call)
 
+    def _lacks_room(self) -> bool:
+        """Whether more forwards waited for their backwards than plans count, and none of this step does yet."""
+        more = self._learns_forwards and self._waiting.wanted > self._request.forwards
+        return more and not self.engine.micro_batches.backwards and not self._waiting.of(self.engine.updates.step)
+
     def _leave_room(self) -> None:
-        """More forwards waited for their backwards than the promise holds: new plans have room for so many."""
+        """New plans have room for so many."""
+        self._forwards_before = self._request.forwards
         self._request = dataclasses.replace(self._request, forwards=self._waiting.wanted)
         self._replan = None
         self._forget_training()
 
+    def _did_before(self, why: InfeasiblePlan) -> bool:
+        """There is no plan with room for the forwards that were seen: go on with as many as before, if it was they."""
+        if self._forwards_before == self._request.forwards:
+            return False
+        warnings.warn(
+            f"no plan has room for the {self._request.forwards} forwards that wait for their backwards at once, so plans go on "
+            f"counting {self._forwards_before}, and memory may pass the promise: {why}",
+            stacklevel=6,
+        )
+        self._request = dataclasses.replace(self._request, forwards=self._forwards_before)
+        self._learns_forwards = False
+        return True
+
     def waits(self, plan: Plan, kept: torch.Tensor) -> None:
         """A training forward by ``plan`` has run; it keeps ``kept`` among others."""
-        self._waiting.waits(plan, kept)
+        self._waiting.waits(plan, kept, self.engine.updates.step)
 
     def _backward_begins(self, plan: Plan) -> None:
-        over, plans = self._waiting.backward_begins(plan), self._request.plan is None
+        step = self.engine.updates.step
+        over = self._waiting.backward_begins(plan, step)
         if over and not self._warned:
             self._warned = True
-            then = (
-                "the next step gets new plans, with room for all of them" if plans else "this plan has no room for them"
-            )
+            then = "the plan that was given has no room for them"
+            if self._learns_forwards:
+                then = "the next step gets new plans, with room for more (compile(forwards=...) says so beforehand)"
             warnings.warn(
-                f"{len(self._waiting)} forwards wait for their backwards at once, and what they keep together may pass "
-                f"host_memory or device_memory by {over:,} bytes in this step; {then} (compile(forwards=...) says so beforehand)",
+                f"{max(2, len(self._waiting.of(step)))} forwards wait for their backwards at once, and what they keep together "
+                f"may pass host_memory or device_memory by {over:,} bytes in this step; {then}",
                 stacklevel=2,
             )
 

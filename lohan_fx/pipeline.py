@@ -111,7 +111,7 @@ def compile_inference(
     if request.hw.is_this_machine():
         time_ops(gm, torch.device(request.hw.device))
     note_reads(gm)
-    plan = request.plan or plan_of_homes(request)
+    plan = dataclasses.replace(request.plan or plan_of_homes(request), forwards=1)
     if request.homes:
         plan = dataclasses.replace(plan, parameters=request.homes)
     halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ class Engine:
 
     def _set_up(self, plan: Plan) -> Machine:
         windows = plan.windows
-        arena_bytes = sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
+        arena_bytes = plan.forwards * sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
         machine = start_machine(self.store, self.device, self.timeline, windows, arena_bytes)
         arena = HostArena(machine.pool.acquire("activations").tensor if arena_bytes else None)
         self._swap = ActivationSwap(machine, arena)

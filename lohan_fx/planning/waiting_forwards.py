@@ -40,21 +40,24 @@ def kept_output(halves: Halves, plan: Plan) -> int | None:
 
 
 class WaitingForwards:
-    """What waits now. ``wanted``: how many forwards plans should have room for, by what has been seen."""
+    """What waits now. ``wanted``: how many forwards plans should have room for, by what has been seen. ``step``: the number of
+    the step that is being made; what an earlier one has left can have no backward any more."""
 
     def __init__(self) -> None:
         self.wanted = 1
-        self._waiting: dict[int, dict[str, int]] = {}
+        self._waiting: dict[int, tuple[int, dict[str, int]]] = {}
         self._numbers = itertools.count()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def of(self, step: int) -> list[dict[str, int]]:
+        """What each forward of ``step`` keeps that waits for its backward."""
+        return [kept for of_step, kept in list(self._waiting.values()) if of_step == step]
 
-    def backward_begins(self, plan: Plan) -> int:
+    def backward_begins(self, plan: Plan, step: int) -> int:
         """The backward of a forward by ``plan`` is about to run, while others wait for theirs: by how many bytes they may pass a
-        budget; 0 where they do not, or by next to nothing."""
+        budget; 0 where they do not, or by next to nothing. Then plans should have room for as many as there are, or for one more
+        than this one has: of several shapes the others may keep more than it does."""
         assert plan.prediction is not None
-        own, others = kept_bytes(plan), list(self._waiting.values())
+        own, others = kept_bytes(plan), self.of(step)
         if own in others:
             others.remove(own)
         budgets = {"device": plan.device_memory_bytes, "host": plan.host_memory_bytes}
@@ -62,14 +65,14 @@ class WaitingForwards:
         over = {tier: alone[tier] + sum(kept[tier] for kept in others) - budgets[tier] for tier in budgets}
         worst = max(over, key=lambda tier: over[tier])
         all_kept = [own[worst], *(kept[worst] for kept in others)]
-        if over[worst] <= 0 or not any(all_kept):
+        if over[worst] <= NEGLIGIBLE * max(all_kept) or not others:
             return 0
         count = math.ceil(sum(all_kept) / max(all_kept) - NEGLIGIBLE)
-        self.wanted = max(self.wanted, count)
-        return over[worst] if count > plan.forwards else 0
+        self.wanted = max(self.wanted, count, plan.forwards + 1)
+        return over[worst]
 
-    def waits(self, plan: Plan, kept: torch.Tensor) -> None:
+    def waits(self, plan: Plan, kept: torch.Tensor, step: int) -> None:
         """A forward by ``plan`` has run. What it keeps is there until ``kept``, which is part of it, is gone."""
         number = next(self._numbers)
-        self._waiting[number] = kept_bytes(plan)
+        self._waiting[number] = step, kept_bytes(plan)
         weakref.finalize(kept, self._waiting.pop, number, None).atexit = False

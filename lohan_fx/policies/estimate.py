@@ -27,11 +27,13 @@ class Room:
     kept: int
     swapped: int
     together: int
+    forwards: int = 1
 
     def less(self, over: dict[str, int]) -> Room:
-        """After a plan that was ``over`` by so many bytes per tier."""
-        device, host = over.get("device", 0), over.get("host", 0)
-        return Room(max(self.kept - device, 0), max(self.swapped - host, 0), max(self.together - host, 0))
+        """After a plan that was ``over`` by so many bytes per tier, those of all ``forwards``."""
+        device, host = (-(-over.get(tier, 0) // self.forwards) for tier in ("device", "host"))
+        together = max(self.together - host, 0)
+        return Room(max(self.kept - device, 0), max(self.swapped - host, 0), together, self.forwards)
 
 
 def room(problem: Problem, layout: Layout) -> Room:
@@ -42,7 +44,8 @@ def room(problem: Problem, layout: Layout) -> Room:
     device = budgets.device_memory_bytes - graphs - resident_bytes(least)[0]
     host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
     together = host - graphs - resident_bytes(least)[0] if budgets.shared else device + host
-    return Room(*(max(nbytes, 0) // problem.forwards for nbytes in (device, host, together)))
+    kept, swapped, both = (max(nbytes, 0) // problem.forwards for nbytes in (device, host, together))
+    return Room(kept, swapped, both, problem.forwards)
 
 
 def work(problem: Problem, plan: Plan) -> cost.Work:

@@ -95,18 +95,43 @@ def test_a_forward_waits_for_its_backward_or_until_it_is_gone(policy: str, hw: H
     options = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": policy}
     with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
-        waiting = compiled(model)._waiting
+        waiting, updates = compiled(model)._waiting, compiled(model).engine.updates
+
+        def count() -> int:
+            return len(waiting.of(updates.step))
+
         with torch.no_grad():
             kept = model(**vectors())
-        assert len(waiting) == 0
+        assert count() == 0
         losses = [model(**vectors()).loss for _ in range(3)]
-        assert len(waiting) == 3
+        assert count() == 3
         losses.pop()
-        assert len(waiting) == 2
+        assert count() == 2
         sum(losses).backward()
-        assert len(waiting) == 0
+        assert count() == 0
+        losses.append(model(**vectors()).loss)
+        assert count() == 1
         optimizer.step()
+        assert count() == 0
         del kept, losses
+
+
+def test_training_goes_on_where_no_plan_has_room_for_what_was_seen(hw: HardwareProfile, tmp_path: Path) -> None:
+    """Over the promise, as the first step was, and with a warning."""
+    plain, model = PERCEPTRON.build(), PERCEPTRON.build()
+    torch.manual_seed(1)
+    wanted = _contrastive(plain, torch.optim.AdamW(plain.parameters(), lr=LR), 4)
+    options = {"compute_dtype": torch.float32, "host_memory": "200MiB", "policy": "keep"}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        torch.manual_seed(1)
+        found = _contrastive(model, optimizer, 2)
+        compiled(model)._waiting.wanted = 1 << 20
+        with pytest.warns(UserWarning, match="no plan has room for the 1048576 forwards"):
+            found += _contrastive(model, optimizer, 1)
+        found += _contrastive(model, optimizer, 1)
+        assert [plan.forwards for plan in compiled(model).plans] == [1]
+    assert found == wanted
 
 
 def test_a_policy_that_keeps_everything_is_refused_by_number(hw: HardwareProfile, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def over(*forwards: Plan) -> tuple[int, int]:
     waiting, alive = WaitingForwards(), []
     for found in forwards:
         alive.append(torch.ones(1))
-        waiting.waits(found, alive[-1])
-    return waiting.backward_begins(forwards[-1]), waiting.wanted
+        waiting.waits(found, alive[-1], step=1)
+    return waiting.backward_begins(forwards[-1], step=1), waiting.wanted
 
 
 @pytest.mark.parametrize(
@@ -61,23 +61,38 @@ def test_what_is_gone_waits_no_more() -> None:
     waiting = WaitingForwards()
     for _ in range(20):
         kept = torch.ones(1)
-        waiting.waits(plan(9), kept)
-        assert waiting.backward_begins(plan(9)) == 0
+        waiting.waits(plan(9), kept, step=1)
+        assert waiting.backward_begins(plan(9), step=1) == 0
         del kept
         gc.collect()
-        assert not waiting
+        assert not waiting.of(1)
     assert waiting.wanted == 1
 
 
-@pytest.mark.parametrize(("small", "expected"), [(0, 1), (1, 1), (10, 2), (70, 2), (100, 2)])
+def test_what_an_earlier_step_has_left_is_none_of_this_one() -> None:
+    waiting, alive = WaitingForwards(), [torch.ones(1) for _ in range(9)]
+    for step, kept in enumerate(alive):
+        waiting.waits(plan(9), kept, step)
+        assert len(waiting.of(step)) == 1
+        assert waiting.backward_begins(plan(9), step) == 0
+    assert waiting.wanted == 1
+
+
+@pytest.mark.parametrize(("small", "expected"), [(0, 1), (1, 1), (2, 2), (70, 2), (100, 2)])
 def test_small_ones_beside_a_large_one_do_not_count(small: int, expected: int) -> None:
-    """An embedding that is called by itself keeps next to nothing."""
-    for forwards in ((plan(small), plan(100)), (plan(100), plan(small))):
-        assert over(*forwards)[1] == expected
+    """An embedding that is called by itself keeps next to nothing. The large one fills the promise."""
+    filling = replace(plan(100), host_memory_bytes=100 * MIB, device_memory_bytes=100 * MIB)
+    assert over(plan(small), filling)[1] == expected
 
 
-def test_a_forward_that_keeps_nothing_may_have_its_backward_beside_others() -> None:
-    assert over(plan(6), plan(6), plan(0)) == (2 * MIB, 2)
+def test_a_head_that_keeps_nothing_and_needs_much_is_noticed_beside_a_backbone() -> None:
+    head = plan(0)
+    assert head.prediction is not None
+    needs = {"device": 8 * MIB, "host": 8 * MIB}
+    head = replace(head, prediction=replace(head.prediction, peak_bytes=needs))
+    assert over(plan(9), head) == (7 * MIB, 2)
+    assert over(plan(5, forwards=2), replace(head, forwards=2)) == (3 * MIB, 3)
+    assert over(plan(2, forwards=3), replace(head, forwards=3)) == (0, 1)
 
 
 @pytest.mark.parametrize(("kept", "to_host"), [(6, 0), (0, 6)])
