@@ -322,6 +322,7 @@ class CompiledModel:
             )
         )
         if replan is not None:
+            self._forwards_before = self._request.forwards
             # Corrected from the steps of one graph alone: with several, none of them explains the measurements.
             alone = not self.training_graphs() and not self._revised
             wanted = self._request.revise and self._request.plan is None and self._request.hw.is_this_machine()

@@ -134,6 +134,20 @@ def test_training_goes_on_where_no_plan_has_room_for_what_was_seen(hw: HardwareP
     assert found == wanted
 
 
+def test_another_call_that_does_not_fit_is_not_blamed_on_the_forwards(hw: HardwareProfile, tmp_path: Path) -> None:
+    model = PERCEPTRON.build()
+    options = {"compute_dtype": torch.float32, "host_memory": "200MiB"}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        _contrastive(model, optimizer, 1)
+        compiled(model)._waiting.wanted = CALLS
+        _contrastive(model, optimizer, 1)
+        with pytest.raises(InfeasiblePlan, match="without gradients"), torch.no_grad():
+            model(torch.ones(1 << 20, 24), torch.ones(1 << 20, 8))
+        _contrastive(model, optimizer, 1)
+        assert compiled(model).plans[0].forwards == CALLS
+
+
 def test_a_policy_that_keeps_everything_is_refused_by_number(hw: HardwareProfile, tmp_path: Path) -> None:
     model = LLAMA.build()
     options = {"compute_dtype": torch.float32, "host_memory": "200MiB", "policy": "keep", "forwards": 2000}
