@@ -376,7 +376,7 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Bytes of activations that stay on the device until a backward has used them."""
-        return sum(a.bytes for a in self.activations if a.decision == Keep())
+        return self.bytes_of(Keep())
 
     @property
     def waiting_bytes(self) -> int:
@@ -415,6 +415,17 @@ class Plan:
             for p in self.parameters
         )
         return dataclasses.replace(self, parameters=parameters, prediction=None, division=None)
+
+    def bytes_of(self, decision: Decision) -> int:
+        """Bytes of the activations with this decision."""
+        return self._bytes_of.get(decision, 0)
+
+    @functools.cached_property
+    def _bytes_of(self) -> dict[Decision, int]:
+        found: dict[Decision, int] = {}
+        for activation in self.activations:
+            found[activation.decision] = found.get(activation.decision, 0) + activation.bytes
+        return found
 
     @functools.cached_property
     def _by_node(self) -> dict[str, ActivationPlan]:

@@ -39,8 +39,8 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         return Share(Tier.HOST if problem.budgets.shared else tier, use, nbytes, max(saves_s, 0.0))
 
     # Not all that is kept need be there at the peak.
-    kept = min(plan.kept_bytes + plan.waiting_bytes, device_peak)
-    swapped = plan.forwards * _bytes(plan, Swap(Tier.HOST))
+    kept = min(plan.forwards * plan.kept_bytes, device_peak)
+    swapped = plan.forwards * plan.bytes_of(Swap(Tier.HOST))
     shares = [
         share(Tier.DEVICE, Use.GRAPHS, device_peak - kept),
         share(Tier.DEVICE, Use.ACTIVATIONS, kept, _elsewhere(plan, Keep())),
@@ -63,10 +63,6 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
     shares.sort(key=lambda found: (found.tier is Tier.HOST, order.index(found.use)))
     taken = tuple(found for found in shares if found.bytes or found.use is Use.FREE)
     return Division(taken, {}, seconds, seconds, seconds)
-
-
-def _bytes(plan: Plan, decision: Decision) -> int:
-    return sum(a.bytes for a in plan.activations if a.decision == decision)
 
 
 def _resident(plan: Plan, tier: Tier) -> tuple[int, int, int]:

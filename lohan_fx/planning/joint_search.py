@@ -186,7 +186,7 @@ def _notes(choices: Sequence[Choice], seconds: float, walk_s: float, bound_s: fl
 
 
 def _kept_bytes(plan: Plan) -> int:
-    return plan.kept_bytes + plan.waiting_bytes
+    return plan.forwards * plan.kept_bytes
 
 
 def _least(problem: Problem) -> tuple[Problem, Plan, int]:

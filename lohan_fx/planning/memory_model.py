@@ -42,8 +42,7 @@ def lowest_tier(plan: Plan) -> Tier:
 
 def host_bytes(problem_fixed_bytes: int, plan: Plan) -> int:
     """Bytes of host memory that ``plan`` uses beside the device's: staging, host-resident states and swaps."""
-    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
-    return problem_fixed_bytes + resident_bytes(plan)[1] + plan.forwards * swapped
+    return problem_fixed_bytes + resident_bytes(plan)[1] + plan.forwards * plan.bytes_of(Swap(Tier.HOST))
 
 
 def needed(problem: Problem, plan: Plan, device_peak: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ keeps tokens."""
 def kept_bytes(plan: Plan) -> dict[str, int]:
     """What a forward by ``plan`` leaves in memory for its backward, of the budgets "device" and "host"; a CPU's promise of
     host memory covers its device memory."""
-    swapped = sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST))
+    swapped = plan.bytes_of(Swap(Tier.HOST))
     return {"device": plan.kept_bytes, "host": swapped + (plan.kept_bytes if plan.device == "cpu" else 0)}
 
 

@@ -13,7 +13,7 @@ from lohan_fx.passes.traffic import (
     states_read_bytes,
     states_written_bytes,
 )
-from lohan_fx.plan import ActivationPlan, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier
+from lohan_fx.plan import OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.planning.memory_model import host_bytes, resident_bytes
 from lohan_fx.planning.problem import Problem
 from lohan_fx.planning.step_time import coming_back_seconds, handover_seconds
@@ -40,7 +40,7 @@ def room(problem: Problem, layout: Layout) -> Room:
     """What ``layout`` leaves for activations, where the peak of a graph that recomputes all it can is needed anyway."""
     budgets = problem.budgets
     least = layout.plan(problem, between_blocks(problem, Tier.DEVICE))
-    graphs = problem.device_peak(least) - least.kept_bytes - least.waiting_bytes
+    graphs = problem.device_peak(least) - least.forwards * least.kept_bytes
     device = budgets.device_memory_bytes - graphs - resident_bytes(least)[0]
     host = budgets.host_memory_bytes - host_bytes(budgets.fixed_bytes, least)
     together = host - graphs - resident_bytes(least)[0] if budgets.shared else device + host
@@ -59,7 +59,7 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
     fetched = sum(p.bytes for p in plan.parameters if p.home is not Tier.DEVICE)
     from_nvme = sum(p.bytes for p in plan.parameters if p.home is Tier.NVME)
     saved = {a.node for a in plan.activations if not isinstance(a.decision, Recompute)}
-    to_nvme = _bytes(plan.activations, Swap(Tier.NVME))
+    to_nvme = plan.bytes_of(Swap(Tier.NVME))
     blocking = [p for p in early if p.name in problem.ends.blocking and not p.in_memory_of(plan.device)]
     handed_over_s, handed_back_s = handover_seconds(problem, plan)
     return cost.Work(
@@ -71,7 +71,7 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         fetched_forward_nvme_bytes=from_nvme,
         fetched_backward_bytes=fetched,
         fetched_backward_nvme_bytes=from_nvme,
-        swapped_bytes=to_nvme + _bytes(plan.activations, Swap(Tier.HOST)),
+        swapped_bytes=to_nvme + plan.bytes_of(Swap(Tier.HOST)),
         swapped_nvme_bytes=to_nvme,
         gradient_bytes=sum(p.bytes for p in trained if p.gradient_home is not Tier.DEVICE),
         state_read_bytes=states_read_bytes(early),
@@ -96,7 +96,3 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         next_returned_bytes=returned_bytes(next_, plan),
         serial_optimizer=plan.windows.optimizer_buffers == 1,
     )
-
-
-def _bytes(activations: tuple[ActivationPlan, ...], decision: Keep | Swap) -> int:
-    return sum(a.bytes for a in activations if a.decision == decision)

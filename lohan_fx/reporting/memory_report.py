@@ -218,7 +218,7 @@ def _planned(plan: Plan, before_bytes: int) -> dict[str, int]:
         STAGING: staging_bytes(plan.windows, shared=shared),
         PARAMETERS: parameters,
         STATES: host + (device if shared else 0) - parameters - waiting,
-        SWAPPED: plan.forwards * sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.HOST)),
+        SWAPPED: plan.forwards * plan.bytes_of(Swap(Tier.HOST)),
         GRADIENTS: waiting,
         VALUES: values,
     }
