@@ -9,7 +9,7 @@ import logging
 
 from lohan_fx.checkpoints.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.clipping import clip_grad_norm_, grad
-from lohan_fx.compile import compile, prepare, release, releasing
+from lohan_fx.compile import compile, prepare, release, releasing, reset
 from lohan_fx.errors import (
     CaptureError,
     InfeasiblePlan,
@@ -65,6 +65,7 @@ __all__ = [
     "prepare",
     "release",
     "releasing",
+    "reset",
     "resume",
     "simulate",
 ]

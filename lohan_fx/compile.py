@@ -17,7 +17,7 @@ from lohan_fx.compile_arguments import (
     warn_if_not_measured_here_and_now,
     warn_if_slow,
 )
-from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel
+from lohan_fx.compiled_model import ATTRIBUTE, CompiledModel, living
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.parameters.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.parameters.meta_init import Initialize
@@ -200,6 +200,13 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
         release(model)
         raise
     release(model)
+
+
+def reset() -> None:
+    """End every model that this process has compiled, at once: files, threads and memory go, and no model gets its parameters
+    back, as at the end of the process. For notebooks, where a cell that ran twice has left a model that no variable leads to."""
+    for found in list(living):
+        found.abandon()
 
 
 def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:

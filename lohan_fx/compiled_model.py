@@ -56,6 +56,8 @@ _NO_ASSIGNING = (
 )
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
+living: list[CompiledModel] = []
+"""All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
 
 def _dynamo_settings() -> dict[str, Any]:
@@ -231,6 +233,8 @@ class CompiledModel:
 
         atexit.register(close)
         self._restore.append(functools.partial(atexit.unregister, close))
+        living.append(self)
+        self._restore.append(functools.partial(living.remove, self))
 
     def _stream_state_dict(self, module: nn.Module) -> None:
         self._replace(module, "_save_to_state_dict", self._save)

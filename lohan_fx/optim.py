@@ -130,17 +130,19 @@ class Adam(torch.optim.Optimizer):
             fused=bool(group["fused"]),
         )
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """The barrier: returns once every update of this step is in place.
+
+        ``closure``: called first, once, as torch's Adam does: it computes the loss, calls ``backward`` and returns the loss, which
+        ``step`` returns. PyTorch Lightning trains this way.
 
         Raises ``StepError`` where a hyper-parameter changed after updates with the old one had run, whatever failed on
         a lane, and ``WearBudgetExceeded`` where the step is done and the next one may not be (``max_bytes_written``).
         """
+        loss = None
         if closure is not None:
-            raise ValueError(
-                "step(closure) would evaluate the loss again after parameters were updated inside the backward: "
-                "call loss.backward() and then step()"
-            )
+            with torch.enable_grad():
+                loss = closure()
         assert self._engine is not None
         now = [self._current(group) for group in self.param_groups]
         for slot, used in self._engine.updates.applied_with.items():
@@ -157,6 +159,7 @@ class Adam(torch.optim.Optimizer):
         if self._engine.wear.is_spent(reserved_bytes(self._engine)):
             first: Any = self.param_groups[0]["params"][0]
             raise stopped_by_wear(self, first.owner.model)
+        return loss
 
     def _count(self) -> None:
         self.steps_done += 1

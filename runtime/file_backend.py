@@ -135,14 +135,24 @@ def lock_directory(directory: Path) -> int:
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
             os.close(fd)
-            raise StoreError(
-                f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "
-                "close that store or end that process, or give this run another directory"
-            ) from error
+            raise StoreError(_taken(directory, holder)) from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _taken(directory: Path, holder: str) -> str:
+    if holder == str(os.getpid()):
+        return (
+            f"{directory} is used by this process ({holder}) already, for a model that it compiled before: give this one another "
+            "directory, or lohan_fx.release(model) that one; where no variable leads to it any more, as in a notebook whose "
+            "cell ran twice, lohan_fx.reset() ends all that were compiled"
+        )
+    return (
+        f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "
+        "end that process, or give this run another directory"
+    )
 
 
 def unlock_directory(directory: Path, fd: int) -> None:

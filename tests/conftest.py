@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import hypothesis
 import pytest
 import torch
 
-MANY_MODULES, FREEZE_EVERY = 20, 20
-_tests_done = itertools.count()
+MANY_MODULES, FREEZE_EVERY_S = 20, 5.0
+_frozen_at_s = time.monotonic()
 
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
@@ -38,12 +38,14 @@ def short_collections() -> Iterator[None]:
 
     A test that is itself about what is freed calls ``gc.unfreeze()`` first.
     """
+    global _frozen_at_s
     before = len(sys.modules)
     yield
     # Not asked of gc.get_freeze_count(), which walks through all that is frozen: a seventh of all tests' time.
-    if next(_tests_done) % FREEZE_EVERY == 0 or len(sys.modules) > before + MANY_MODULES:
+    if time.monotonic() > _frozen_at_s + FREEZE_EVERY_S or len(sys.modules) > before + MANY_MODULES:
         gc.collect()
         gc.freeze()
+        _frozen_at_s = time.monotonic()
 
 
 @pytest.fixture(autouse=True)

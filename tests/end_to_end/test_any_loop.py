@@ -302,6 +302,34 @@ class AnyLoop(RuleBasedStateMachine):
                 assert scales[0] == scales[1]
                 self._begin_step()
 
+    @precondition(lambda self: not self.backwards)
+    @rule(seed=st.integers(0, 9), heads=st.sampled_from(HEADS), backwards=st.integers(1, 2), clips=st.booleans())
+    def step_with_a_closure(self, seed: int, heads: tuple[str, ...], backwards: int, clips: bool) -> None:
+        """The loop of Lightning, which clips within it; ``zero_grad`` comes after the first forward."""
+        if not compiled(self.ours).engine.updates.holds:  # the first backward updates
+            backwards, clips = 1, False
+
+        def does(model: Any, optimizer: Any) -> float:
+            def closure() -> torch.Tensor:
+                for part in range(backwards):
+                    loss = loss_of(model(*inputs(seed + part, 3)), heads)
+                    if not part:
+                        optimizer.zero_grad()
+                    if loss.requires_grad:
+                        loss.backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                return loss
+
+            loss: torch.Tensor = optimizer.step(closure)
+            optimizer.zero_grad()
+            return loss.item()
+
+        losses = self._both(does)
+        if losses is not None:
+            assert losses[0] == losses[1]
+            self._begin_step()
+
     @rule()
     def finish_and_anneal(self) -> None:
         if self.backwards:

@@ -193,12 +193,26 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> Non
 
 def test_two_models_in_one_directory(nvme: Path) -> None:
     first = streamed(Tiny(), nvme)
-    with pytest.raises(StoreError, match=f"{nvme} is used by another lohan_fx run, process {os.getpid()}"):
+    with pytest.raises(StoreError, match=rf"{nvme} is used by this process \({os.getpid()}\) already.*lohan_fx\.reset\(\)"):
         lohan_fx.compile(second := Tiny(), profile(), nvme=nvme)
     assert type(second.layers[0].weight) is nn.Parameter
     assert torch.isfinite(first(batch()))  # the first one's files are still there
     lohan_fx.release(first)
     lohan_fx.release(streamed(second, nvme))
+
+
+def test_reset_ends_what_no_variable_leads_to(nvme: Path) -> None:
+    """A notebook's cell that ran twice."""
+    assert torch.isfinite(streamed(Tiny(), nvme)(batch()))
+    kept = Tiny()
+    with pytest.raises(StoreError, match=r"used by this process"):
+        lohan_fx.compile(kept, profile(), nvme=nvme)
+    lohan_fx.reset()
+    assert not list(Path(nvme).iterdir())
+    lohan_fx.reset()  # nothing to end
+    model = streamed(kept, nvme)
+    assert torch.isfinite(model(batch()))
+    lohan_fx.release(model)
 
 
 def test_two_processes_in_one_directory(nvme: Path) -> None:

@@ -470,9 +470,26 @@ def test_another_learning_rate_between_backward_and_step(pair: Pair) -> None:
     pair.goes_on()
 
 
-def test_a_closure(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=r"step\(closure\).*call loss\.backward\(\) and then step\(\)"):
-        pair.optimizer.step(lambda: 0.0)
+def test_a_closure_that_fails(pair: Pair) -> None:
+    pair.step(0)
+    with pytest.raises(ZeroDivisionError):
+        pair.optimizer.step(lambda: 1 // 0)
+    pair.goes_on()
+
+
+def test_a_closure_after_a_backward(pair: Pair) -> None:
+    """Its ``zero_grad`` comes too late."""
+    pair.step(0)
+    pair.model(batch(1)).backward()
+
+    def closure() -> torch.Tensor:
+        pair.optimizer.zero_grad()
+        raise AssertionError("not reached")
+
+    with pytest.raises(StepError, match="zero_grad"):
+        pair.optimizer.step(closure)
+    pair.optimizer.step()
+    pair.plain.step(batch(1))
     pair.goes_on()
 
 

@@ -22,7 +22,7 @@ from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = 3
-PROMISE = "1200MiB"
+PROMISE = "850MiB"
 
 
 def _trained(nvme: Path, *, calls: int, said: int) -> dict[str, Any]:
