@@ -7,6 +7,7 @@ live on NVMe.
 
 import logging
 
+from lohan_fx import kernel_caches
 from lohan_fx.checkpoints.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.clipping import clip_grad_norm_, grad
 from lohan_fx.compile import compile, prepare, release, releasing, reset
@@ -71,3 +72,4 @@ __all__ = [
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+kernel_caches.limit()

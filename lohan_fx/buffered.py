@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-from collections.abc import Callable
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lohan_fx import meta, ops
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
+from lohan_fx.passes.symbolic_sizes import CallSizes
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
 
@@ -22,51 +25,63 @@ class Buffered:
     """``gm`` as a function of one list, which it empties (``boxed``).
 
     Its values lie in ``nbytes`` of ``workspace`` as ``assignment`` says, which does not allocate them; where another graph has
-    the workspace, the heap holds them as ever. What outlives the graph lies in ``room``. The bits are the same.
+    the workspace, or sizes are larger than planned, the heap holds them as ever. What outlives the graph lies in ``room``. The
+    bits are the same.
     """
 
     def __init__(self, gm: GraphModule, assignment: Assignment, workspace: Workspace, nbytes: int, room: Room) -> None:
-        self._graph, self._assignment, self._workspace, self._nbytes = gm, assignment, workspace, nbytes
-        self._values = {n.name: meta.tensor(n) for n in gm.graph.nodes if n.name in assignment.offsets}
+        self._graph, self._workspace, self._nbytes, self._room = gm, workspace, nbytes, room
+        self._sizes = CallSizes(gm)
+        values = {n.name: value for n in gm.graph.nodes if (value := meta.tensor(n)) is not None}
+        known = {name for name, value in values.items() if self._sizes.know(value)}
+        self._offsets = {name: offset for name, offset in assignment.offsets.items() if name in known}
+        outliving = assignment.outliving & known
+        self._values = {name: values[name] for name in (*self._offsets, *outliving)}
+        self._changing = {name: value for name, value in self._values.items() if not _has_numbers(value)}
+        self._shaped = self._sizes.shaped(self._values, self._sizes.planned)
         self._module = _copy(gm)
-        write_into(self._module, assignment, functools.partial(_maker, room))
+        write_into(
+            self._module, dataclasses.replace(assignment, offsets=self._offsets, outliving=outliving), self._maker
+        )
         self._in_workspace = boxed(self._module)
         self._in_heap: Callable[[list[Any]], Any] | None = None
         self._bound: torch.Tensor | None = None
+        self._bound_sizes = self._sizes.planned
 
     def __call__(self, args: list[Any]) -> Any:
-        with self._workspace.borrowed(self._nbytes) as memory:
+        sizes = self._sizes.of(args) if self._changing else self._bound_sizes
+        fits = sizes == self._bound_sizes or all(map(operator.le, sizes, self._sizes.planned))
+        with self._workspace.borrowed(self._nbytes) if fits else contextlib.nullcontext() as memory:
             if memory is None:
                 self._in_heap = self._in_heap or boxed(_copy(self._graph))
                 return self._in_heap(args)
+            if sizes != self._bound_sizes:
+                self._shaped.update(self._sizes.shaped(self._changing, sizes))
+                self._bind(memory, self._changing)
             if memory is not self._bound:
-                self._bind(memory)
+                self._bind(memory, self._values)
+            self._bound, self._bound_sizes = memory, sizes
             return self._in_workspace(args)
 
-    def _bind(self, memory: torch.Tensor) -> None:
-        """Make the tensors that the ops write into. Once, not per call: some 2 microseconds each."""
+    def _bind(self, memory: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Make the tensors that the ops write into. Not per call: some 2 microseconds each."""
         with torch.inference_mode(False):
-            for name, offset in self._assignment.offsets.items():
-                value = self._values[name]
-                assert value is not None
-                out = torch.empty(0, dtype=value.dtype)
-                place = offset // value.element_size()
-                setattr(
-                    self._module,
-                    buffer_name(name),
-                    out.set_(memory.untyped_storage(), place, value.shape, value.stride()),
-                )
-        self._bound = memory
+            for name in values.keys() & self._offsets.keys():
+                out = torch.empty(0, dtype=values[name].dtype)
+                place = self._offsets[name] // out.element_size()
+                setattr(self._module, buffer_name(name), out.set_(memory.untyped_storage(), place, *self._shaped[name]))
+
+    def _maker(self, node: Node) -> Callable[[], torch.Tensor]:
+        name, dtype = node.name, self._values[node.name].dtype
+
+        def make() -> torch.Tensor:
+            return self._room.dense(*self._shaped[name], dtype)
+
+        return make
 
 
-def _maker(room: Room, node: Node) -> Callable[[], torch.Tensor]:
-    value = meta.tensor(node)
-    assert value is not None
-
-    def make() -> torch.Tensor:
-        return room.like(value)
-
-    return make
+def _has_numbers(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def linked(

@@ -23,6 +23,7 @@ from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
 from lohan_fx.passes.liveness import rises
+from lohan_fx.passes.symbolic_sizes import hold_up_to_traced
 from lohan_fx.passes.touched_values import outliving_bytes
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
@@ -87,6 +88,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
                 slots = ops.new_slots(count) if count else range(0)
                 return slots
 
+            hold_up_to_traced(joint)
             parameters = parameters_of(joint, found)
             halves, plan = compile_training(
                 joint,
@@ -232,10 +234,11 @@ def capture_errors() -> Iterator[None]:
         ) from error
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise CaptureError(
-            f"the model was captured for {torch._dynamo.config.recompile_limit} kinds of inputs, and this is another, while each "
-            "shape that is trained on has graphs and a plan of its own: pad batches to one length, or to a few, and let the "
-            "loader drop the last one (drop_last=True). Each new Python number, as an argument or in an attribute that the model "
-            "reads, is a kind of its own, too: pass numbers that change as tensors, torch.tensor(beta)"
+            f"the model was captured for {torch._dynamo.config.recompile_limit} kinds of inputs, and this is another. "
+            "Larger inputs are planned anew: prepare() the largest first. With compile(dynamic=False), or where the model "
+            "cannot be traced for many sizes, each shape is: pad batches to one length, or to a few, and let the loader drop "
+            "the last one (drop_last=True). A Python number in an attribute that the model reads may be one, too: pass "
+            "numbers that change as tensors, torch.tensor(beta)"
         ) from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, LohanError | ValueError):

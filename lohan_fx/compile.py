@@ -58,13 +58,14 @@ def compile(
     resume_from_checkpoint: bool | Directories = False,
     hold_gradients: bool | None = None,
     forwards: int = 1,
+    dynamic: bool | None = None,
     initialize: Initialize | None = None,
     weights: Weights | None = None,
 ) -> nn.Module:
     """Stream ``model``: the same object, whose parameters and optimizer states live where the plan puts them.
 
     Parameters become shells; their fp32 masters, moments and ``compute_dtype`` copies go to the store. The graphs are
-    captured and planned at the first call (or by ``prepare``), per input shape. Buffers stay.
+    captured and planned at the first call (or by ``prepare``). Buffers stay.
 
     A model built under ``torch.device("meta")`` never is in memory as a whole: its parameters are made module by module
     on their way to the store, or read from files piece by piece (``meta_init`` says which numbers they get).
@@ -96,6 +97,9 @@ def compile(
             fp16, and else from the first use on, if that step's gradients are still there then.
         forwards: how many calls of the model wait for their backwards at once, such as two or three with a contrastive loss: each
             keeps its activations. What turns out to be more is counted by the plans that follow (docs/0047).
+        dynamic: whether the graphs that train hold for inputs of other sizes, as of ``torch.compile``. None: the second shape is
+            traced so that smaller ones need no graphs of their own; True: the first one is, too; False: each shape gets graphs
+            and a plan of its own, which may be faster. Larger ones are planned anew in any case (docs/0048).
         initialize: sets the parameters and buffers of a module on ``meta``, which are in CPU memory by then; called for
             each module that has any, and to leave its children alone. None: the model's own ``reset_parameters`` and
             ``_init_weights``.
@@ -109,7 +113,7 @@ def compile(
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
-    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards)
+    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards, dynamic)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
@@ -149,6 +153,7 @@ def compile(
         chooses_sizes=plan is None and not manifests,
         windows_of=windows_of,
         forwards=forwards,
+        dynamic=False if plan else dynamic,
     )
     with contextlib.ExitStack() as undo:
         directories, cleanup = directories_for(nvme, hw)

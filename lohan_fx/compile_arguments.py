@@ -30,6 +30,7 @@ def check_arguments(
     plan: Plan | None,
     initialize: Initialize | None,
     forwards: int,
+    dynamic: bool | None,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for what is not a model, a machine or a wish that can be met."""
     if not isinstance(model, nn.Module):
@@ -55,6 +56,12 @@ def check_arguments(
         raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
     if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
         raise ValueError(f"forwards is {forwards!r}: expected how many wait for their backwards at once, at least 1")
+    if dynamic not in (None, True, False):
+        raise ValueError(f"dynamic is {dynamic!r}: expected True, False or None, as of torch.compile")
+    if plan is not None and dynamic:
+        raise ValueError(
+            "dynamic=True traces graphs for many shapes, and the plan given is of one: leave one of them out"
+        )
     if plan is not None and forwards not in (1, plan.forwards):
         raise ValueError(f"forwards is {forwards}, and the plan given counts {plan.forwards}: leave one of them out")
     parameters = dict(model.named_parameters())

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
-from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.errors import CaptureError, InfeasiblePlan
 from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
@@ -29,8 +30,10 @@ from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.reached import Sources, reached
 from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, streaming
 from lohan_fx.passes.halves import Halves
+from lohan_fx.passes.symbolic_sizes import is_symbolic
 from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan, Prediction
+from lohan_fx.planning.budgets import captured_again_bytes
 from lohan_fx.planning.correction import correction
 from lohan_fx.planning.expected_peak import added_bytes, transit_of
 from lohan_fx.planning.memory_model import resident_bytes
@@ -103,6 +106,8 @@ class CompiledModel:
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
         self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
+        self._trained: set[nn.Module] = set()
+        self._static: set[nn.Module] = set()
         self._waiting = WaitingForwards()
         self._warned = False
         self._learns_forwards = request.plan is None
@@ -190,15 +195,50 @@ class CompiledModel:
             self._leave_room()
         if (module, training) not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-            self._calls[module, training] = self._compiled(module, dynamic=False if training else None)
-        call = functools.partial(self._calls[module, training], *args, **kwargs)
+            self._calls[module, training] = self._compiled(module, dynamic=self._request.dynamic if training else None)
         with torch._dynamo.config.patch(_dynamo_settings()), capturing():
-            try:
-                return captured(self.model, call)
-            except InfeasiblePlan as error:
-                if not self._did_before(error):
-                    raise
-            return captured(self.model, call)
+            while True:
+                try:
+                    returned = captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
+                except InfeasiblePlan as error:
+                    if not (self._did_before(error) or (training and self._let_shapes_go())):
+                        raise
+                except (CaptureError, TorchDynamoException) as error:
+                    if not (training and self._traces_each_shape(module, error)):
+                        raise
+                else:
+                    if training:
+                        self._trained.add(module)
+                    return returned
+
+    def _let_shapes_go(self) -> bool:
+        """There is no room for one more shape's graphs: those for others go, and are captured again where they come again."""
+        if (
+            not self.training_graphs()
+            or self.engine.micro_batches.backwards
+            or self._waiting.of(self.engine.updates.step)
+        ):
+            return False
+        self._replan = None
+        self._forget_training()
+        self._tidy_up()
+        return True
+
+    def _traces_each_shape(self, module: nn.Module, why: Exception) -> bool:
+        """The training graph of ``module`` could not be traced: from now on it is traced for one shape at a time, if it was for
+        many."""
+        many = self._request.dynamic or (self._request.dynamic is None and module in self._trained)
+        if module in self._static or not many or isinstance(why.__cause__, FailOnRecompileLimitHit):
+            return False
+        warnings.warn(
+            f"{type(module).__name__} cannot be traced for inputs of several sizes at once, so each shape gets graphs and a plan "
+            f"of its own (compile(dynamic=False) says so beforehand): {why}",
+            stacklevel=6,
+        )
+        self._static.add(module)
+        self._forget_training()
+        self._calls[module, True] = self._compiled(module, dynamic=False)
+        return True
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
@@ -300,14 +340,21 @@ class CompiledModel:
         return [self.engine.slots[alive[id(value)]].name for value in values if id(value) in alive]
 
     def request(self) -> Request:
-        """What ``compile`` was asked for, the homes that the last plan gave to the parameters, whether gradients are held by
-        now, and whether states may still be cut otherwise."""
+        """What ``compile`` was asked for, less what graphs for other shapes take; the homes that the last plan gave to the
+        parameters, whether gradients are held by now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
         trained = [self.plans[index] for index in self.training_graphs()]
         least = min(trained, key=lambda plan: sum(resident_bytes(plan))).parameters if trained else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
+        budgets = self._request.budgets
+        others_bytes = captured_again_bytes(len(self._request.parameters), len(trained))
         return dataclasses.replace(
-            self._request, homes=homes, least_homes=least, holds=self.engine.updates.holds, chooses_sizes=sizes
+            self._request,
+            homes=homes,
+            least_homes=least,
+            holds=self.engine.updates.holds,
+            chooses_sizes=sizes,
+            budgets=dataclasses.replace(budgets, fixed_bytes=budgets.fixed_bytes + others_bytes),
         )
 
     def link(
@@ -327,8 +374,8 @@ class CompiledModel:
         )
         if replan is not None:
             self._forwards_before = self._request.forwards
-            # Corrected from the steps of one graph alone: with several, none of them explains the measurements.
-            alone = not self.training_graphs() and not self._revised
+            # Corrected from the steps of one graph and shape alone: with several, none of them explains the measurements.
+            alone = not self.training_graphs() and not self._revised and not is_symbolic(halves.forward)
             wanted = self._request.revise and self._request.plan is None and self._request.hw.is_this_machine()
             # What is measured of compute beside a GPU is how long its launches took.
             timed = plan.device == "cpu"

@@ -130,10 +130,10 @@ class Adam(torch.optim.Optimizer):
             fused=bool(group["fused"]),
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The barrier: returns once every update of this step is in place.
 
-        ``closure``: called first, once, as torch's Adam does: it computes the loss, calls ``backward`` and returns the loss, which
+        ``closure``: called first, once, as by torch's Adam: it computes the loss, calls ``backward`` and returns the loss, which
         ``step`` returns. PyTorch Lightning trains this way.
 
         Raises ``StepError`` where a hyper-parameter changed after updates with the old one had run, whatever failed on

@@ -27,7 +27,7 @@ class Request:
     may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
     are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014). ``windows_of``:
     which windows another promise would get, for messages that name one; None: these. ``forwards``: how many of them wait for
-    their backwards at once.
+    their backwards at once. ``dynamic``: as ``torch.compile`` takes it, for what trains.
     """
 
     hw: HardwareProfile
@@ -48,6 +48,7 @@ class Request:
     holds: bool = False
     windows_of: Callable[[int], Windows] | None = None
     forwards: int = 1
+    dynamic: bool | None = None
 
 
 def settled(request: Request, windows: Windows) -> Request:

@@ -15,8 +15,8 @@ share bytes where they never live at once (docs/0029).
 What outlives the graph (what the backward needs, gradients, what is swapped: the runtime reads those when the graph has gone
 on) is written so too, into a place that is looked for as the op runs (``Assignment.outliving``).
 
-Left to the heap: what an op makes that has no kernel which writes into a given tensor, and sizes that are symbolic. Nothing
-is assigned that is not in host memory.
+Left to the heap: what an op makes that has no kernel which writes into a given tensor. Nothing is assigned that is not in host
+memory. Symbolic sizes have room for what they were when they were traced (``symbolic_sizes``).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch.fx import GraphModule, Node
 from lohan_fx import meta
 from lohan_fx.passes.halves import Assignment, Halves, outputs_of
 from lohan_fx.passes.liveness import device_peaks, last_uses, storage_of
+from lohan_fx.passes.symbolic_sizes import is_dense
 from lohan_fx.plan import Plan
 
 ALIGNMENT_BYTES = 64
@@ -205,10 +206,7 @@ def is_assignable(node: Node) -> bool:
     value = meta.tensor(node)
     if value is None or value.device.type != "cpu" or value.layout != torch.strided:
         return False
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
-        return False
-    span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    if span != value.numel():
+    if not is_dense(value):
         return False
     return node.target in _COPIES or _adds_rows(node.target, node.args) or writing(node.target) is not None
 

@@ -70,13 +70,13 @@ class Room:
         value.set_(raw.untyped_storage(), begin // dtype.itemsize, shape, stride or _contiguous(shape))
         return value, raw[begin : begin + nbytes]
 
-    def like(self, value: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor of the shape, strides and dtype of ``value``, which is dense; its storage holds nothing else."""
-        memory = self._place(value.numel() * value.element_size())
+    def dense(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor that fills a stretch of memory; its storage holds nothing else."""
+        elements = shape.numel()
+        memory = self._place(elements * dtype.itemsize)
         if memory is None:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        made = torch.frombuffer(memory, dtype=value.dtype, count=value.numel())
-        return made.as_strided_(value.shape, value.stride())
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=elements).as_strided_(shape, stride)
 
     def _place(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
         """Memory of ``nbytes`` that nobody else has, or None; the death of what is made of it frees the place."""

@@ -20,6 +20,8 @@ CAPTURE_BYTES = 64 * MIB
 CAPTURE_BYTES_PER_PARAMETER = MIB
 """What tracing, guards, graphs and the allocator's slack take: so much, and so much per parameter tensor (a parameter
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
+AGAIN_BYTES_PER_PARAMETER = 0.65 * MIB
+"""What a capture for another shape leaves beside the first, per parameter tensor; its kernels too (docs/0048)."""
 GPU_KERNELS_BYTES = 256 * MIB
 """What CUDA's libraries take of host memory as their kernels are first called (docs/0042)."""
 UNLIMITED_SHARE = 0.8
@@ -62,6 +64,11 @@ def available_memory_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
+
+
+def captured_again_bytes(parameters: int, graphs: int) -> int:
+    """What so many ``graphs`` for other shapes, there already, take of the memory for the next one's plan."""
+    return round(AGAIN_BYTES_PER_PARAMETER * parameters * graphs)
 
 
 def choose_windows(

@@ -29,13 +29,12 @@ def streamed(hw: HardwareProfile, tmp_path: Path) -> Any:
     """``with streamed(model):`` trains it with everything on NVMe (or by ``policy``), and releases it at the end."""
 
     def compile_it(
-        model: nn.Module, dtype: torch.dtype = torch.float32, policy: str = "keep"
+        model: nn.Module, dtype: torch.dtype = torch.float32, policy: str = "keep", **options: Any
     ) -> AbstractContextManager[nn.Module]:
         store = tmp_path / "store"
         store.mkdir(exist_ok=True)
-        return lohan_fx.releasing(
-            lohan_fx.compile(model, hw, nvme=store, compute_dtype=dtype, policy=policy, host_memory="2GiB")
-        )
+        options = {"compute_dtype": dtype, "policy": policy, "host_memory": "2GiB", **options}
+        return lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=store, **options))
 
     return compile_it
 
@@ -357,7 +356,7 @@ def test_prepare_runs_nothing(streamed: Any) -> None:
 
 
 def test_prepare_returns_the_plan_of_its_inputs(streamed: Any) -> None:
-    with streamed(PERCEPTRON.build()) as model:
+    with streamed(PERCEPTRON.build(), dynamic=False) as model:
         short = lohan_fx.prepare(model, **vectors())
         long = lohan_fx.prepare(model, **vectors(batch=11))
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from tests.passes.fake_runtime import (
     SEED,
     FakeRuntime,
     Step,
+    at_another_size,
     backward_inputs,
     bound,
     eager,
@@ -158,10 +160,12 @@ def test_room_for_what_outlives_is_what_lives_at_once(monkeypatch: pytest.Monkey
 def step(found: Captured, halves: Halves, assigned: dict[str, Assignment], workspace: Workspace) -> Step:
     nbytes, room = shared_bytes(assigned), Room()
     room.reserve(1 << 20)
-    forward, backward = (
-        Buffered(gm, assigned[half], workspace, nbytes, room)
-        for half, gm in zip(("forward", "backward"), both(halves), strict=True)
-    )
+    linked = [Buffered(gm, assigned[half], workspace, nbytes, room) for half, gm in halves.graphs()]
+    return run_linked(found, halves, linked, workspace, nbytes)
+
+
+def run_linked(found: Captured, halves: Halves, linked: Sequence[Buffered], workspace: Workspace, nbytes: int) -> Step:
+    forward, backward = linked
     runtime = FakeRuntime(found.parameter_values())
     torch.manual_seed(SEED)
     with bound(halves, runtime), torch.no_grad():
@@ -201,14 +205,32 @@ def _with_values(outputs: Any) -> list[Tensor]:
     return [v.clone() for v in outputs if torch.is_tensor(v) and v.untyped_storage().nbytes()]
 
 
-def test_sizes_that_are_symbolic_stay_with_the_heap() -> None:
-    found = captured("two-layers", dynamic=True)
-    halves = rewrite(found, plan_for(found, DECISIONS["keep"](found)))
-    for gm in both(halves):
-        named = {n.name: n for n in gm.graph.nodes}
-        for name in assign(gm, ALL).offsets:
-            value = meta.tensor(named[name])
-            assert value is not None and all(isinstance(size, int) for size in value.shape)
+@pytest.mark.parametrize("decision", ["keep", "recompute", "swap-host"])
+@pytest.mark.parametrize("name", ["two-layers", "branches"])
+def test_symbolic_sizes_have_room_for_those_that_were_traced(name: str, decision: str) -> None:
+    """Smaller inputs lie in part of it; larger ones, which training never has, in the heap."""
+    found = captured(name, dynamic=True)
+    halves = rewrite(found, plan_for(found, DECISIONS[decision](found)))
+    assigned = {half: assign(gm, ALL, halves.returned(half)) for half, gm in halves.graphs()}
+    named = {n.name: n for gm in both(halves) for n in gm.graph.nodes}
+    placed = {name for one in assigned.values() for name in (*one.offsets, *one.outliving)}
+    assert any(not isinstance(size, int) for name in placed for size in named[name].meta["val"].shape)
+    workspace, nbytes, room = Workspace(), shared_bytes(assigned), Room()
+    room.reserve(1 << 20)
+    linked = [Buffered(gm, assigned[half], workspace, nbytes, room) for half, gm in halves.graphs()]
+    (rows, width) = found.inputs[0].shape
+    for size in (rows, rows - 1, 7, rows, 2):
+        other = at_another_size(found, torch.linspace(-2, 2, size * width).view(size, width))
+        assert run_linked(other, halves, linked, workspace, nbytes).equals(eager(other))
+    with workspace.borrowed(nbytes) as memory:
+        assert memory is not None
+        before = memory.clone()
+    other = at_another_size(found, torch.linspace(-2, 2, 9 * width).view(9, width))
+    runtime = FakeRuntime(other.parameter_values())
+    with bound(halves, runtime), torch.no_grad():
+        linked[0](forward_inputs(other, shells=True))
+    with workspace.borrowed(nbytes) as memory:
+        assert memory is not None and torch.equal(memory, before)
 
 
 def test_small_values_stay_with_the_heap() -> None:

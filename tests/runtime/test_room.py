@@ -111,7 +111,7 @@ def test_pages_that_no_value_lies_in_go_back() -> None:
 def test_what_outlives_a_graph_has_a_place_until_it_dies() -> None:
     room = room_of(2 * HUGE_PAGE_BYTES)
     value = torch.empty(300, 400, dtype=torch.bfloat16, device="meta").t()
-    made = [room.like(value) for _ in range(3)]
+    made = [room.dense(value.shape, value.stride(), value.dtype) for _ in range(3)]
     address, nbytes = room.place()
     assert nbytes >= 2 * HUGE_PAGE_BYTES
     for one in made:
@@ -121,14 +121,14 @@ def test_what_outlives_a_graph_has_a_place_until_it_dies() -> None:
         one.fill_(1)
     kept, taken = made[0], made[1].data_ptr()
     del made, one
-    assert room.like(value).data_ptr() == taken  # the place of one that has died
+    assert room.dense(value.shape, value.stride(), value.dtype).data_ptr() == taken  # the place of one that has died
     assert kept.eq(1).all()
 
 
 def test_what_it_has_no_room_for_lies_in_the_heap() -> None:
     room = room_of(HUGE_PAGE_BYTES)
     value = torch.empty(HUGE_PAGE_BYTES, dtype=torch.float32, device="meta")
-    made = room.like(value)
+    made = room.dense(value.shape, value.stride(), value.dtype)
     assert made.shape == value.shape and not inside(room, made)
 
 

@@ -189,7 +189,9 @@ def test_other_gpus_and_shapes(model: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_best_batch_has_the_most_throughput(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, model, "--best-batch", "--no-simulation", "--device-memory", "6MiB", "--policy", "recompute")
+    found = answered(
+        capsys, model, "--best-batch", "--no-simulation", "--device-memory", "6MiB", "--policy", "recompute"
+    )
     rates = {row["case"]: row["samples_per_s"] for row in found["rows"] if row["fits"]}
     assert found["best"] == max(rates, key=lambda case: rates[case])
     assert len(rates) > 2

@@ -1,0 +1,119 @@
+"""symbolic_sizes: graphs that were traced for many sizes at once: up to which ones they hold, and which ones a call has.
+
+Dynamo traces a second input shape with symbols for the sizes that have changed. What is planned for such a graph are its sizes
+when it was traced, so larger inputs get graphs, and a plan, of their own (``hold_up_to_traced``). What has smaller ones runs by
+this plan, in less memory (docs/0048).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from lohan_fx import meta
+from lohan_fx.passes.annotate import as_expr, at_hint
+
+Sizes = tuple[int, ...]
+
+
+def is_symbolic(gm: GraphModule) -> bool:
+    """Whether ``gm`` was traced for many sizes."""
+    return bool(_inputs(gm))
+
+
+def hold_up_to_traced(gm: GraphModule) -> None:
+    """Have Dynamo trace anew for inputs larger than those that ``gm`` is being traced with, in any size."""
+    inputs = _inputs(gm)
+    sizes = (size for n in (gm.graph.nodes if inputs else ()) for size in _symbolic(meta.value(n)))
+    used = set[sympy.Symbol]().union(*(size.node.expr.free_symbols for size in sizes))
+    for size in inputs:
+        if size.node.expr.free_symbols & used:
+            # A comparison of a symbolic size is noted, and guards the graph.
+            assert size <= at_hint(size)
+
+
+def _inputs(gm: GraphModule) -> list[torch.SymInt]:
+    """The symbolic sizes of the inputs, and the inputs that are integers themselves."""
+    values = [meta.value(node) for node in gm.graph.find_nodes(op="placeholder")]
+    numbers = [value for value in values if isinstance(value, torch.SymInt)]
+    return numbers + [size for value in values for size in _symbolic(value)]
+
+
+def _symbolic(value: object) -> list[torch.SymInt]:
+    """The sizes of the tensors in ``value`` that are no numbers."""
+    if isinstance(value, tuple | list):
+        return [size for item in value for size in _symbolic(item)]
+    shape: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
+    return [size for size in shape if isinstance(size, torch.SymInt)]
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether ``value`` fills a stretch of memory, whatever its symbolic sizes are."""
+    if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+        return bool(span == value.numel())
+    return _fills(tuple(map(as_expr, value.shape)), tuple(map(as_expr, value.stride())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fills(shape: tuple[sympy.Expr, ...], stride: tuple[sympy.Expr, ...]) -> bool:
+    span = sum(((size - 1) * step for size, step in zip(shape, stride, strict=True)), sympy.Integer(1))
+    return bool(sympy.expand(span - sympy.prod(shape)) == 0)
+
+
+class CallSizes:
+    """The sizes of the calls of one graph. ``planned``: those that it was traced with."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._tell: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
+        planned: list[int] = []
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            value = meta.value(node)
+            for size, tell in _told(value, place):
+                symbol = size.node.expr
+                if isinstance(symbol, sympy.Symbol) and symbol not in self._tell:
+                    self._tell[symbol] = tell
+                    planned.append(at_hint(size))
+        self.planned: Sizes = tuple(planned)
+
+    def of(self, inputs: Sequence[Any]) -> Sizes:
+        """Those of a call with ``inputs``."""
+        return tuple([tell(inputs) for tell in self._tell.values()])
+
+    def know(self, value: torch.Tensor) -> bool:
+        """Whether they tell the shape of ``value``."""
+        return all(as_expr(size).free_symbols <= self._tell.keys() for size in (*value.shape, *value.stride()))
+
+    def shaped(self, values: dict[str, torch.Tensor], sizes: Sizes) -> dict[str, tuple[torch.Size, Sizes]]:
+        """Name -> (shape, strides) of ``values`` in a call of ``sizes``."""
+        at = {symbol: sympy.Integer(size) for symbol, size in zip(self._tell, sizes, strict=True)}
+
+        @functools.cache
+        def number(size: sympy.Expr) -> int:
+            return int(cast(Any, size.xreplace(at)))
+
+        def numbers(sizes: Sequence[Any]) -> Sizes:
+            return tuple(number(size.node.expr) if isinstance(size, torch.SymInt) else int(size) for size in sizes)
+
+        return {name: (torch.Size(numbers(v.shape)), numbers(v.stride())) for name, v in values.items()}
+
+
+def _told(value: object, place: int) -> list[tuple[torch.SymInt, Callable[[Sequence[Any]], int]]]:
+    """What the input at ``place`` tells of the sizes that ``value``, which stands for it, has."""
+    if isinstance(value, torch.SymInt):
+        return [(value, lambda inputs: int(inputs[place]))]
+    shape: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
+    return [
+        (size, functools.partial(_size_of, place, dimension))
+        for dimension, size in enumerate(shape)
+        if isinstance(size, torch.SymInt)
+    ]
+
+
+def _size_of(place: int, dimension: int, inputs: Sequence[Any]) -> int:
+    return int(inputs[place].shape[dimension])
