@@ -42,7 +42,8 @@ def measured(way: str, args: argparse.Namespace) -> dict[str, Any]:
     model, tokens, lengths = workload.build(), workload.tokens(), lengths_of(args.steps)
     options: dict[str, Any] = {"compute_dtype": getattr(torch, args.dtype), "dynamic": WAYS[way], "revise": False}
     lohan_fx.compile(model, hw, nvme=[args.nvme], host_memory=args.host_memory, **options)
-    seconds, losses, graphs = [], [], []
+    seconds, losses, captured = [], [], []
+    plan = None
     with lohan_fx.releasing(model):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
         for length in lengths:
@@ -56,17 +57,17 @@ def measured(way: str, args: argparse.Namespace) -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begun_s)
-            graphs.append(len(compiled(model).plans))
+            before, plan = plan, compiled(model).plans[-1]
+            captured.append(plan is not before)
         peak_bytes = memory_bytes("VmHWM")  # release brings the parameters into memory, on top of the promise
         promised_bytes = lohan_fx.Monitor(model).memory().promised_bytes
-    captured = [now > before for now, before in zip(graphs, [0, *graphs], strict=False)]
     # What a capture leaves is tidied up in the step after it.
     steady = [not any(captured[max(0, index - 1) : index + 1]) for index in range(args.steps)]
     alone = [s / BATCH / n for s, n, counts in zip(seconds, lengths, steady, strict=True) if counts]
     return {
         "case": way,
         "seconds": sum(seconds),
-        "captures": graphs[-1],
+        "captures": sum(captured),
         "s_per_token": statistics.median(alone) if alone else None,
         "peak_rss_bytes": peak_bytes,
         "promised_rss_bytes": promised_bytes,

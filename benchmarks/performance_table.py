@@ -112,6 +112,17 @@ def _generality(found: Figures) -> str:
     )
 
 
+def _lengths(found: Figures) -> str:
+    cases = {case["case"]: case for case in found["cases"]}
+    each = ", ".join(
+        f"{name} {case['seconds']:.0f} s with {case['captures']} captures, peak RSS {case['peak_rss_bytes'] / 1e9:.2f} of "
+        f"{case['promised_rss_bytes'] / 1e9:.2f} GB"
+        for name, case in cases.items()
+    )
+    said = f"{found['steps']} batches of 16 to 128 tokens x {found['batch']}, {found['size']}, {found['host_memory']}"
+    return f"{said}: {found['each_over_many']:.2f}x as fast as with graphs for each shape ({each}); the same losses"
+
+
 def _prediction(found: Figures) -> str:
     errors = [abs(case["error"]) for case in found["cases"]]
     return (
@@ -179,6 +190,7 @@ ROWS = (
     Row("scale", "Cost per parameter, 134M to 3B; memory over depth", "flat", scalars),
     Row("clipping", "Step time with global-norm clipping over without", "<= 1.10", _clipping),
     Row("generality", "A model that fits, over plain PyTorch", "<= 1.1", _generality),
+    Row("many_lengths", "Batches of many lengths: graphs for many sizes", "within the promise", _lengths),
     Row("larger_than_memory", "States many times the memory", "peak RSS < 5 GB", _memory),
     Row("larger_than_memory_3b", "The same with 3B, built on `meta`", "peak RSS < 6 GB", _memory),
     Row("prediction", "Step time predicted", "10 % in 10 of 12, none beyond 20 %", _prediction),

@@ -347,7 +347,8 @@ class CompiledModel:
         least = min(trained, key=lambda plan: sum(resident_bytes(plan))).parameters if trained else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
         budgets = self._request.budgets
-        others_bytes = captured_again_bytes(len(self._request.parameters), len(trained))
+        symbolic = [is_symbolic(self.halves[index].forward) for index in self.training_graphs()]
+        others_bytes = captured_again_bytes(len(self._request.parameters), symbolic)
         return dataclasses.replace(
             self._request,
             homes=homes,

@@ -66,9 +66,10 @@ def available_memory_bytes() -> int:
     raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
 
 
-def captured_again_bytes(parameters: int, graphs: int) -> int:
-    """What so many ``graphs`` for other shapes, there already, take of the memory for the next one's plan."""
-    return round(AGAIN_BYTES_PER_PARAMETER * parameters * graphs)
+def captured_again_bytes(parameters: int, symbolic: Sequence[bool]) -> int:
+    """What graphs for other shapes that are there already take of the memory for the next one's plan. ``symbolic``, of each:
+    whether it holds for many sizes, and takes twice as much."""
+    return round(AGAIN_BYTES_PER_PARAMETER * parameters * (len(symbolic) + sum(symbolic)))
 
 
 def choose_windows(
