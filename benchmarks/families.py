@@ -1,12 +1,13 @@
 """Are the numbers right? Small models of Hugging Face's families, trained by us and by plain PyTorch from the same seeds.
 
-    python benchmarks/families.py [--families llama,t5 --policies swap-nvme,recompute] [--save]
+    python benchmarks/families.py [--families llama,t5 --policies swap-nvme,recompute --lengths 16,24,20,11] [--save]
 
 Each trains three steps in fp32, dropout included, under one of the policies in turn, and must end with the losses and weights of
 eager PyTorch, bit by bit. Some of Hugging Face's code does something else when it is traced (another attention, for one): there
 they must be those of ``torch.compile(backend="aot_eager")``, which differs from eager as much. What ``torch.compile`` cannot
 trace as one graph we must refuse, and we refuse sizes that depend on values, since no memory can be planned for them. Fails on
-any other numbers, and on any other refusal.
+any other numbers, and on any other refusal. With ``--lengths`` that differ, batches of text do, one a step, whose graphs hold for
+many sizes (docs/0048).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import copy
 import gc
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from report import arguments, finish, own_folder, profile
 from torch import nn
 
 import lohan_fx
+from lohan_fx.compile import compiled
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
 
-STEPS = 3
+LENGTHS = (16, 16, 16)
 LR = 1e-3
 HOST_MEMORY = "2GiB"
 POLICIES = "lohan,swap-nvme,recompute"
@@ -64,12 +66,13 @@ OWN: dict[str, dict[str, Any]] = {
 """What single families need besides."""
 
 
-def text() -> dict[str, torch.Tensor]:
-    tokens = torch.randint(3, SMALL["vocab_size"], (2, 16))
+def text(length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, SMALL["vocab_size"], (2, length))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def images() -> dict[str, torch.Tensor]:
+def images(length: int) -> dict[str, torch.Tensor]:
+    del length
     return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 2])}
 
 
@@ -78,7 +81,7 @@ class Kind:
     """Families that are trained alike."""
 
     auto: str
-    batch: Callable[[], dict[str, torch.Tensor]]
+    batch: Callable[[int], dict[str, torch.Tensor]]
     families: str
 
 
@@ -124,12 +127,12 @@ def build(family: str, kind: Kind) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]
 
 
-def train(model: Callable[..., Any], optimizer: Any, kind: Kind) -> list[float]:
-    """The losses of some steps."""
+def train(model: Callable[..., Any], optimizer: Any, kind: Kind, lengths: Sequence[int]) -> list[float]:
+    """The losses of a step for each of ``lengths``."""
     torch.manual_seed(1)
     losses = []
-    for _ in range(STEPS):
-        loss = model(**kind.batch()).loss
+    for length in lengths:
+        loss = model(**kind.batch(length)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,16 +143,18 @@ def train(model: Callable[..., Any], optimizer: Any, kind: Kind) -> list[float]:
 Trained = tuple[list[float], Mapping[str, torch.Tensor]]
 
 
-def plain(family: str, kind: Kind, *, traced: bool) -> Trained:
-    """Losses and weights of eager PyTorch, or of ``aot_eager``."""
+def plain(family: str, kind: Kind, lengths: Sequence[int], *, traced: bool) -> Trained:
+    """Losses and weights of eager PyTorch, or of ``aot_eager``, traced for each shape."""
     model = build(family, kind)
     torch._dynamo.reset()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if traced else model
-    return train(call, torch.optim.AdamW(model.parameters(), lr=LR), kind), model.state_dict()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if traced else model
+    return train(call, torch.optim.AdamW(model.parameters(), lr=LR), kind, lengths), model.state_dict()
 
 
-def streamed(family: str, kind: Kind, policy: str, hw: HardwareProfile, nvme: Path) -> Trained:
-    """Ours."""
+def streamed(
+    family: str, kind: Kind, policy: str, lengths: Sequence[int], hw: HardwareProfile, nvme: Path
+) -> tuple[Trained, int]:
+    """Ours, and how many plans that took."""
     model = build(family, kind)
     torch._dynamo.reset()
     options: dict[str, Any] = {
@@ -159,33 +164,35 @@ def streamed(family: str, kind: Kind, policy: str, hw: HardwareProfile, nvme: Pa
         "policy": policy,
     }
     with lohan_fx.releasing(lohan_fx.compile(model, hw, **options)):
-        losses = train(model, lohan_fx.AdamW(model.parameters(), lr=LR), kind)
-        return losses, copy.deepcopy(model.state_dict())
+        losses = train(model, lohan_fx.AdamW(model.parameters(), lr=LR), kind, lengths)
+        return (losses, copy.deepcopy(model.state_dict())), len(compiled(model).plans)
 
 
-def judged(family: str, kind: Kind, policy: str, hw: HardwareProfile, nvme: Path) -> dict[str, Any]:
+def judged(
+    family: str, kind: Kind, policy: str, lengths: Sequence[int], hw: HardwareProfile, nvme: Path
+) -> dict[str, Any]:
     """How the numbers of one family compare."""
     found: dict[str, Any] = {"family": family, "policy": policy}
-    eager = plain(family, kind, traced=False)
+    eager = plain(family, kind, lengths, traced=False)
     try:
-        ours = streamed(family, kind, policy, hw, nvme)
+        ours, found["plans"] = streamed(family, kind, policy, lengths, hw, nvme)
     except CaptureError as error:
-        return {**found, "verdict": _refusal(family, kind, error), "why": in_short(error)}
+        return {**found, "verdict": _refusal(family, kind, lengths, error), "why": in_short(error)}
     except Exception as error:
         return {**found, "verdict": FAILED, "why": in_short(error)}
     found["losses"] = ours[0]
     if _equal(ours, eager):
         return {**found, "verdict": EAGER}
     away = max(abs(a - b) for a, b in zip(ours[0], eager[0], strict=True))
-    traced = plain(family, kind, traced=True)
+    traced = plain(family, kind, lengths, traced=True)
     return {**found, "verdict": TRACED if _equal(ours, traced) else WRONG, "loss_apart_from_eager": away}
 
 
-def _refusal(family: str, kind: Kind, why: CaptureError) -> str:
+def _refusal(family: str, kind: Kind, lengths: Sequence[int], why: CaptureError) -> str:
     if "depends on values and not on input shapes" in str(why):
         return UNPLANNED
     try:
-        plain(family, kind, traced=True)
+        plain(family, kind, lengths, traced=True)
     except Exception:
         return UNTRACEABLE
     return REFUSED
@@ -199,10 +206,20 @@ def _equal(one: Trained, other: Trained) -> bool:
     return one[0] == other[0] and all(torch.equal(one[1][name], value) for name, value in other[1].items())
 
 
+def lengths_of(given: str) -> tuple[int, ...]:
+    """As the type of an argument."""
+    if not all(number.isdecimal() and int(number) for number in given.split(",")):
+        raise argparse.ArgumentTypeError(f"{given!r} are no lengths: give some from 1 on, such as 16,24")
+    return tuple(int(number) for number in given.split(","))
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--families", help="only these, such as llama,t5")
     parser.add_argument("--policies", default=POLICIES, help="families take them in turn")
+    parser.add_argument(
+        "--lengths", type=lengths_of, default=LENGTHS, help="tokens of each step's texts, such as 16,24"
+    )
     args = parser.parse_args()
     every = [(family, kind) for kind in KINDS for family in kind.families.split()]
     asked = args.families.split(",") if args.families else [family for family, _ in every]
@@ -224,7 +241,9 @@ def main() -> None:
     rows = [
         (verdict, ", ".join(c["family"] for c in cases if c["verdict"] == verdict)) for verdict in sorted(set(verdicts))
     ]
-    finish("families", rows, figures, missed, save=args.save)
+    alike = len(set(args.lengths)) == 1
+    figures["lengths"] = list(args.lengths)
+    finish("families" if alike else "families_lengths", rows, figures, missed, save=args.save)
 
 
 def measured(asked: list[tuple[str, Kind]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -232,7 +251,7 @@ def measured(asked: list[tuple[str, Kind]], args: argparse.Namespace) -> list[di
     hw = profile(args, seconds=4.0)
     cases = []
     for (family, kind), policy in zip(asked, itertools.cycle(args.policies.split(",")), strict=False):
-        case = judged(family, kind, policy, hw, args.nvme)
+        case = judged(family, kind, policy, args.lengths, hw, args.nvme)
         print(f"{case['family']} ({policy}): {case['verdict']}", flush=True)
         cases.append(case)
         gc.collect()

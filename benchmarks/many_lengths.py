@@ -43,7 +43,7 @@ def measured(way: str, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"compute_dtype": getattr(torch, args.dtype), "dynamic": WAYS[way], "revise": False}
     lohan_fx.compile(model, hw, nvme=[args.nvme], host_memory=args.host_memory, **options)
     seconds, losses, captured = [], [], []
-    plan = None
+    plan: lohan_fx.Plan | None = None
     with lohan_fx.releasing(model):
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
         for length in lengths:
