@@ -340,15 +340,15 @@ class CompiledModel:
         return [self.engine.slots[alive[id(value)]].name for value in values if id(value) in alive]
 
     def request(self) -> Request:
-        """What ``compile`` was asked for, less what graphs for other shapes take; the homes that the last plan gave to the
+        """What ``compile`` was asked for, less what other graphs take; the homes that the last plan gave to the
         parameters, whether gradients are held by now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
         trained = [self.plans[index] for index in self.training_graphs()]
         least = min(trained, key=lambda plan: sum(resident_bytes(plan))).parameters if trained else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
         budgets = self._request.budgets
-        symbolic = [is_symbolic(self.halves[index].forward) for index in self.training_graphs()]
-        others_bytes = captured_again_bytes(len(self._request.parameters), symbolic)
+        others = [self.halves[index] for index in self.training_graphs()]
+        others_bytes = sum(captured_again_bytes(len(o.parameters), symbolic=is_symbolic(o.forward)) for o in others)
         return dataclasses.replace(
             self._request,
             homes=homes,

@@ -66,10 +66,10 @@ def available_memory_bytes() -> int:
     raise OSError("/proc/meminfo has no MemAvailable line: pass host_memory=... in bytes")
 
 
-def captured_again_bytes(parameters: int, symbolic: Sequence[bool]) -> int:
-    """What graphs for other shapes that are there already take of the memory for the next one's plan. ``symbolic``, of each:
-    whether it holds for many sizes, and takes twice as much."""
-    return round(AGAIN_BYTES_PER_PARAMETER * parameters * (len(symbolic) + sum(symbolic)))
+def captured_again_bytes(parameters: int, *, symbolic: bool) -> int:
+    """What a graph of so many parameter tensors takes of the memory for the plans of others that come after it; twice as much
+    where it holds for many sizes."""
+    return round((2 if symbolic else 1) * AGAIN_BYTES_PER_PARAMETER * parameters)
 
 
 def choose_windows(
