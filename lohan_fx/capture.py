@@ -235,10 +235,10 @@ def capture_errors() -> Iterator[None]:
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise CaptureError(
             f"the model was captured for {torch._dynamo.config.recompile_limit} kinds of inputs, and this is another. "
-            "Larger inputs are planned anew: prepare() the largest first. With compile(dynamic=False), or where the model "
-            "cannot be traced for many sizes, each shape is: pad batches to one length, or to a few, and let the loader drop "
-            "the last one (drop_last=True). A Python number in an attribute that the model reads may be one, too: pass "
-            "numbers that change as tensors, torch.tensor(beta)"
+            "Larger inputs are planned anew: compile(dynamic=True), and prepare() the largest before others. With dynamic=False, "
+            "or where the model cannot be traced for many sizes, each shape is: pad batches to one length, or to a few, and let "
+            "the loader drop the last one (drop_last=True). A Python number in an attribute that the model reads may be one, "
+            "too: pass numbers that change as tensors, torch.tensor(beta)"
         ) from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, LohanError | ValueError):
