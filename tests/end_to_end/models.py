@@ -114,10 +114,16 @@ def t5() -> nn.Module:
 def vit() -> nn.Module:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
-            patch_size=4, num_labels=10,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+            num_labels=10,
+            problem_type="single_label_classification",
         )
-    )  # fmt: skip
+    )  # fmt: skip  else the first call sets its type, and the second is traced anew for that
 
 
 def dit() -> nn.Module:

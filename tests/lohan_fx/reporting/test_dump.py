@@ -30,13 +30,21 @@ Compiled = Callable[..., nn.Module]
 
 @contextmanager
 def compiling(directory: Path) -> Iterator[Compiled]:
-    """``compiled(model, policy, checkpoints=0, **inputs)``: the model, compiled and captured; released at the end."""
+    """``compiled(model, policy, ..., **inputs)``: the model, compiled and captured; released at the end."""
     models: list[nn.Module] = []
 
-    def compile_one(model: nn.Module, policy: str, *, checkpoints: int = 0, **inputs: torch.Tensor) -> nn.Module:
+    def compile_one(
+        model: nn.Module, policy: str, *, checkpoints: int = 0, dynamic: bool | None = None, **inputs: torch.Tensor
+    ) -> nn.Module:
         own = directory / str(len(models))
         own.mkdir()
-        lohan_fx.compile(model, hw(), nvme=[own], host_memory="2GiB", policy=policy, checkpoints=checkpoints)
+        options: dict[str, Any] = {
+            "host_memory": "2GiB",
+            "policy": policy,
+            "checkpoints": checkpoints,
+            "dynamic": dynamic,
+        }
+        lohan_fx.compile(model, hw(), nvme=[own], **options)
         models.append(model)
         lohan_fx.prepare(model, **inputs)
         return model
@@ -83,8 +91,8 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def stack(compiled: Compiled, policy: str, *, layers: int = 5) -> nn.Module:
-    return compiled(Stack(layers), policy, x=torch.zeros(8, 64, dtype=torch.bfloat16))
+def stack(compiled: Compiled, policy: str, *, layers: int = 5, dynamic: bool | None = None) -> nn.Module:
+    return compiled(Stack(layers), policy, dynamic=dynamic, x=torch.zeros(8, 64, dtype=torch.bfloat16))
 
 
 def llama(compiled: Compiled, policy: str, *, layers: int) -> nn.Module:
@@ -239,7 +247,7 @@ def test_it_says_what_the_store_takes_and_its_checkpoints(checkpoints: int, comp
 
 
 def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(compiled: Compiled) -> None:
-    model = stack(compiled, "swap-nvme", layers=2)
+    model = stack(compiled, "swap-nvme", layers=2, dynamic=False)
     lohan_fx.prepare(model, x=torch.zeros(4, 64, dtype=torch.bfloat16))
     with torch.no_grad():
         lohan_fx.prepare(model.eval(), x=torch.zeros(8, 64, dtype=torch.bfloat16))
@@ -254,6 +262,14 @@ def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(compil
     assert json.loads(lohan_fx.dump(model, graph=0, format="json"))["shown"] == 0
     with pytest.raises(ValueError, match="graph is 3: 3 were captured, expected 0 to 2"):
         lohan_fx.dump(model, graph=3)
+
+
+def test_sizes_that_may_be_smaller_have_names(compiled: Compiled) -> None:
+    model = stack(compiled, "swap-nvme", layers=2)
+    lohan_fx.prepare(model, x=torch.zeros(12, 64, dtype=torch.bfloat16))
+    _, first, second, *_ = lohan_fx.dump(model).splitlines()
+    assert first == "  0: training of bf16[8, 64]"
+    assert re.fullmatch(r"> 1: training of size (s\d+), bf16\[\1, 64\]", second)
 
 
 def test_lines_are_cut_at_the_width(compiled: Compiled) -> None:
