@@ -16,7 +16,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lohan_fx import meta, ops
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
-from lohan_fx.passes.symbolic_sizes import CallSizes
+from lohan_fx.passes.symbolic_sizes import CallSizes, has_numbers
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
 
@@ -37,7 +37,7 @@ class Buffered:
         self._offsets = {name: offset for name, offset in assignment.offsets.items() if name in known}
         outliving = assignment.outliving & known
         self._values = {name: values[name] for name in (*self._offsets, *outliving)}
-        self._changing = {name: value for name, value in self._values.items() if not _has_numbers(value)}
+        self._changing = {name: value for name, value in self._values.items() if not has_numbers(value)}
         self._shaped = self._sizes.shaped(self._values, self._sizes.planned)
         self._module = _copy(gm)
         write_into(
@@ -55,11 +55,11 @@ class Buffered:
             if memory is None:
                 self._in_heap = self._in_heap or boxed(_copy(self._graph))
                 return self._in_heap(args)
-            if sizes != self._bound_sizes:
+            resized = sizes != self._bound_sizes
+            if resized:
                 self._shaped.update(self._sizes.shaped(self._changing, sizes))
-                self._bind(memory, self._changing)
-            if memory is not self._bound:
-                self._bind(memory, self._values)
+            if resized or memory is not self._bound:
+                self._bind(memory, self._changing if memory is self._bound else self._values)
             self._bound, self._bound_sizes = memory, sizes
             return self._in_workspace(args)
 
@@ -78,10 +78,6 @@ class Buffered:
             return self._room.dense(*self._shaped[name], dtype)
 
         return make
-
-
-def _has_numbers(value: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def linked(

@@ -33,8 +33,9 @@ def hold_up_to_traced(gm: GraphModule) -> None:
     used = set[sympy.Symbol]().union(*(size.node.expr.free_symbols for size in sizes))
     for size in inputs:
         if size.node.expr.free_symbols & used:
-            # A comparison of a symbolic size is noted, and guards the graph.
-            assert size <= at_hint(size)
+            # A comparison of a symbolic size is noted, and guards the graph; not within an assert, which python -O leaves out.
+            held = bool(size <= at_hint(size))
+            assert held
 
 
 def _inputs(gm: GraphModule) -> list[torch.SymInt]:
@@ -52,9 +53,14 @@ def _symbolic(value: object) -> list[torch.SymInt]:
     return [size for size in shape if isinstance(size, torch.SymInt)]
 
 
+def has_numbers(value: torch.Tensor) -> bool:
+    """Whether no size or stride of ``value`` is symbolic."""
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
 def is_dense(value: torch.Tensor) -> bool:
     """Whether ``value`` fills a stretch of memory, whatever its symbolic sizes are."""
-    if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+    if has_numbers(value):
         span = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
         return bool(span == value.numel())
     return _fills(tuple(map(as_expr, value.shape)), tuple(map(as_expr, value.stride())))
