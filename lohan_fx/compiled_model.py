@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
+from lohan_fx.captured_graphs import CapturedGraphs
 from lohan_fx.errors import CaptureError, InfeasiblePlan
 from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.optim import refuse_foreign_step
@@ -33,10 +34,7 @@ from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.symbolic_sizes import is_symbolic
 from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan, Prediction
-from lohan_fx.planning.budgets import captured_again_bytes
 from lohan_fx.planning.correction import correction
-from lohan_fx.planning.expected_peak import added_bytes, transit_of
-from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.planning.self_check import SelfCheck, may_be_beaten, typical, worth_revising
 from lohan_fx.planning.waiting_forwards import WaitingForwards
 from lohan_fx.process_memory import ProcessMemory
@@ -92,9 +90,7 @@ class CompiledModel:
         self.model = model
         self.engine = engine
         self.rss_before_bytes = before.rss_bytes
-        self.plans: list[Plan] = []
-        self.halves: list[Halves] = []
-        self._added_bytes: list[int] = []
+        self._graphs = CapturedGraphs()
         self._request = request
         self._originals = originals
         self._cleanup = cleanup
@@ -118,6 +114,15 @@ class CompiledModel:
         engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back)
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
+
+    @property
+    def plans(self) -> list[Plan]:
+        return self._graphs.plans
+
+    @property
+    def halves(self) -> list[Halves]:
+        """The graphs of ``plans``."""
+        return self._graphs.halves
 
     @property
     def original_bytes(self) -> int:
@@ -201,28 +206,37 @@ class CompiledModel:
                 try:
                     returned = captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
                 except InfeasiblePlan as error:
-                    if not (self._did_before(error) or (training and self._let_shapes_go())):
+                    if self._did_before(error):
+                        continue
+                    if not (training and self._shapes_may_go()):
                         raise
                 except (CaptureError, TorchDynamoException) as error:
                     if not (training and self._traces_each_shape(module, error)):
                         raise
+                    continue
                 else:
                     if training:
                         self._trained.add(module)
                     return returned
+                # Not before here: the error leads to all of the graph that has got no plan.
+                self._let_shapes_go()
 
-    def _let_shapes_go(self) -> bool:
+    def _shapes_may_go(self) -> bool:
+        """Whether there are graphs for other shapes, and none of them has a backward to run."""
+        waits = self.engine.micro_batches.backwards or self._waiting.of(self.engine.updates.step)
+        return bool(self.training_graphs()) and not waits
+
+    def _let_shapes_go(self) -> None:
         """There is no room for one more shape's graphs: those for others go, and are captured again where they come again."""
-        if (
-            not self.training_graphs()
-            or self.engine.micro_batches.backwards
-            or self._waiting.of(self.engine.updates.step)
-        ):
-            return False
+        warnings.warn(
+            f"host_memory has no room for the graphs of one more input shape beside {len(self.training_graphs())} others: these "
+            "go, and are captured again where their shapes come again; pad batches to fewer sizes, or promise more host_memory",
+            stacklevel=6,
+        )
         self._replan = None
         self._forget_training()
         self._tidy_up()
-        return True
+        self._graphs.left_bytes = max(self._graphs.left_bytes, self.memory.left_bytes())
 
     def _traces_each_shape(self, module: nn.Module, why: Exception) -> bool:
         """The training graph of ``module`` could not be traced: from now on it is traced for one shape at a time, if it was for
@@ -253,11 +267,7 @@ class CompiledModel:
 
     def added_bytes(self) -> list[int]:
         """What each of ``halves`` adds to the process's memory (``expected_peak``)."""
-        new = slice(len(self._added_bytes), None)
-        for plan, halves in zip(self.plans[new], self.halves[new], strict=True):
-            transit = transit_of(halves, plan, self._request)
-            self._added_bytes.append(added_bytes(plan, halves, transit, drives=self.engine.store.drives))
-        return self._added_bytes
+        return self._graphs.added_bytes(self._request, self.engine.store.drives)
 
     def _give_back(self) -> None:
         self.engine.return_free_memory()
@@ -343,19 +353,17 @@ class CompiledModel:
         """What ``compile`` was asked for, less what other graphs take; the homes that the last plan gave to the
         parameters, whether gradients are held by now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
-        trained = [self.plans[index] for index in self.training_graphs()]
-        least = min(trained, key=lambda plan: sum(resident_bytes(plan))).parameters if trained else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
         budgets = self._request.budgets
-        others = [self.halves[index] for index in self.training_graphs()]
-        others_bytes = sum(captured_again_bytes(len(o.parameters), symbolic=is_symbolic(o.forward)) for o in others)
+        fixed_bytes = budgets.fixed_bytes + self._graphs.others_bytes(self._request)
         return dataclasses.replace(
             self._request,
             homes=homes,
-            least_homes=least,
+            least_homes=self._graphs.least_homes(),
+            most_at_home_bytes=self._graphs.most_at_home_bytes(self._request),
             holds=self.engine.updates.holds,
             chooses_sizes=sizes,
-            budgets=dataclasses.replace(budgets, fixed_bytes=budgets.fixed_bytes + others_bytes),
+            budgets=dataclasses.replace(budgets, fixed_bytes=fixed_bytes),
         )
 
     def link(
@@ -385,13 +393,12 @@ class CompiledModel:
         # The first plan fixes the staging buffers of the runtime; later ones have to count on these.
         self._request = settled(self._request, plan.windows) if self._request.chooses_staging else self._request
         self.engine.states.chunk_elements = plan.windows.chunk_elements
-        self.plans.append(plan)
-        self.halves.append(halves)
+        self._graphs.add(halves, plan)
         self._untidy_calls = 2
 
     def training_graphs(self) -> list[int]:
         """Which of ``halves`` train."""
-        return [index for index, halves in enumerate(self.halves) if halves.backward is not None]
+        return self._graphs.training()
 
     def _correct(self) -> None:
         """The first steps are over: correct the profile by them, and revise the plan if that pays (``self_check``)."""
@@ -416,9 +423,7 @@ class CompiledModel:
 
     def _forget_training(self) -> None:
         """What trains is captured and planned anew."""
-        added = self.added_bytes()
-        for graph in reversed(self.training_graphs()):
-            del self.plans[graph], self.halves[graph], added[graph]
+        self._graphs.forget_training()
         for (_, trains), call in self._calls.items():
             if trains:
                 self._forget_graphs(call)

@@ -21,7 +21,7 @@ from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.verify import verify
 from lohan_fx.plan import Plan
-from lohan_fx.planning.memory_model import resident_bytes
+from lohan_fx.planning.memory_model import at_home_bytes, with_less_at_home
 from lohan_fx.planning.plan_search import Rewrites, search
 from lohan_fx.planning.predict import predict, predict_placed
 from lohan_fx.request import Request, node_seconds, plan_of_homes
@@ -62,11 +62,21 @@ def compile_training(
 
 def _no_more_at_home(rewrites: Rewrites, request: Request) -> Plan:
     """The plan searched for; with the homes of an earlier one, for another shape, where those take less memory: its graphs may
-    run again, beside what is at home then."""
-    plan = search(rewrites, request)
+    run again, beside what is at home then, and beside what captures since have left."""
+    plan = _no_more_than_before(rewrites, search(rewrites, request), request)
+    if request.most_at_home_bytes is None or at_home_bytes(plan)[-1] <= request.most_at_home_bytes:
+        return plan
+    note = "less is kept in memory than there is room for: graphs of an earlier shape may come again"
+    found = with_less_at_home(plan, request.most_at_home_bytes)
+    found = dataclasses.replace(found, division=None, notes=(*plan.notes, note))
+    predict(rewrites.halves(found), found, request)
+    return found
+
+
+def _no_more_than_before(rewrites: Rewrites, plan: Plan, request: Request) -> Plan:
     least = {p.name: p for p in request.least_homes}
-    before = _at_home(dataclasses.replace(plan, parameters=request.least_homes))
-    if not least or all(now <= least_bytes for now, least_bytes in zip(_at_home(plan), before, strict=True)):
+    before = at_home_bytes(dataclasses.replace(plan, parameters=request.least_homes))
+    if not least or all(now <= least_bytes for now, least_bytes in zip(at_home_bytes(plan), before, strict=True)):
         return plan
     moved = tuple(
         dataclasses.replace(p, home=least[p.name].home, states_home=least[p.name].states_home, updated_twice=False)
@@ -79,12 +89,6 @@ def _no_more_at_home(rewrites: Rewrites, request: Request) -> Plan:
     except InfeasiblePlan:
         return plan
     return found
-
-
-def _at_home(plan: Plan) -> tuple[int, ...]:
-    """Bytes in each memory, of which a CPU has one."""
-    device, host = resident_bytes(plan)
-    return (device + host,) if plan.device == "cpu" else (device, host)
 
 
 def plan_training(

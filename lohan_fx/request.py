@@ -21,7 +21,8 @@ class Request:
     """What ``compile`` was asked for, as far as the pipeline needs it.
 
     ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``least_homes``: those of the
-    training plan whose graphs may run again that keeps least in memory; empty without any. ``compute_scale``: how
+    training plan whose graphs may run again that keeps least in memory; empty without any. ``most_at_home_bytes``: what their
+    plans leave of host memory for what stays there (``CapturedGraphs``); None where there is none. ``compute_scale``: how
     many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
     replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
     may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
@@ -40,6 +41,7 @@ class Request:
     plan: Plan | None
     homes: tuple[ParameterPlan, ...] = ()
     least_homes: tuple[ParameterPlan, ...] = ()
+    most_at_home_bytes: int | None = None
     compute_scale: float = 1.0
     revise: bool = True
     segments: str = inductor.BOXED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from lohan_fx.cost import STATE_BYTES
@@ -31,6 +32,35 @@ def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
     if p.gradient_home is not None:
         found[p.gradient_home] += p.held_bytes
     return found[Tier.DEVICE], found[Tier.HOST]
+
+
+def at_home_bytes(plan: Plan) -> tuple[int, ...]:
+    """``resident_bytes`` in each memory, of which a CPU has one; the last is the host's."""
+    device, host = resident_bytes(plan)
+    return (device + host,) if plan.device == "cpu" else (device, host)
+
+
+def with_less_at_home(plan: Plan, most_bytes: int) -> Plan:
+    """``plan`` with as many states, and then parameters, on NVMe, the largest first, that it keeps no more than ``most_bytes`` of
+    host memory for good. Raises ``InfeasiblePlan`` where what is not theirs takes more."""
+    places = (Tier.HOST, Tier.DEVICE) if plan.device == "cpu" else (Tier.HOST,)
+    for what in ("states_home", "home"):
+        for index in sorted(range(len(plan.parameters)), key=lambda index: -plan.parameters[index].numel):
+            if at_home_bytes(plan)[-1] <= most_bytes:
+                return plan
+            p = plan.parameters[index]
+            if getattr(p, what) in places:
+                moved = dataclasses.replace(p, home=Tier.NVME)
+                if what == "states_home":
+                    moved = dataclasses.replace(p, states_home=Tier.NVME, updated_twice=False)
+                parameters = (*plan.parameters[:index], moved, *plan.parameters[index + 1 :])
+                plan = dataclasses.replace(plan, parameters=parameters)
+    if (over := at_home_bytes(plan)[-1] - most_bytes) > 0:
+        raise InfeasiblePlan(
+            f"host_memory={plan.host_memory_bytes:,} bytes is {over:,} short: the graphs of earlier shapes may run again, and "
+            "there is one more capture beside them; pad batches to fewer sizes, or begin with the largest"
+        )
+    return plan
 
 
 def lowest_tier(plan: Plan) -> Tier:

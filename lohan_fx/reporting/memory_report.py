@@ -155,16 +155,24 @@ class MemoryAccounts:
         heap. To be asked between two steps."""
         return added_bytes + HOLE_BYTES + self._elsewhere(self._read())
 
+    def left_bytes(self) -> int:
+        """What the process has come to have since ``compile`` that the runtime does not speak of: captured graphs, and what they
+        have left. To be asked between two steps."""
+        return self._elsewhere(self._read()) - self._before_bytes
+
+    @property
+    def _before_bytes(self) -> int:
+        return max(0, self._before.rss_bytes - self._original_bytes - self._before.free_bytes)
+
     def _elsewhere(self, books: _Books) -> int:
         """Between two steps: what the process has that the runtime does not speak of, without what is free."""
         return books.process.rss_bytes - books.process.free_bytes - books.runtime_bytes
 
     def _rows(self, quiet: _Books, peak: _Books) -> list[tuple[str, int]]:
-        before_bytes = max(0, self._before.rss_bytes - self._original_bytes - self._before.free_bytes)
-        left = self._elsewhere(quiet) - before_bytes
+        left = self._elsewhere(quiet) - self._before_bytes
         graphs = (peak.process.used_bytes - peak.malloc_bytes) - (quiet.process.used_bytes - quiet.malloc_bytes)
         return [
-            (BEFORE, before_bytes),
+            (BEFORE, self._before_bytes),
             (CAPTURED, left),
             (STAGING, peak.staging_bytes),
             (PARAMETERS, peak.use.parameter_bytes),

@@ -108,7 +108,11 @@ def test_graphs_for_other_shapes_go_where_there_is_no_room_for_all(
     expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=LR), sizes)
     options: dict[str, Any] = {"compute_dtype": torch.float32, "host_memory": "2GiB", "dynamic": False}
     with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
-        assert steps(model, lohan_fx.AdamW(model.parameters(), lr=LR), sizes) == expected
+        with pytest.warns(UserWarning, match="no room for the graphs of one more input shape beside 1 others") as told:
+            assert steps(model, lohan_fx.AdamW(model.parameters(), lr=LR), sizes) == expected
+        assert {Path(one.filename).name for one in told if "one more input shape" in str(one.message)} == {
+            Path(__file__).name
+        }
         assert len(compiled(model).plans) == 1
     assert_same_weights(weights_of(model), weights_of(plain))
 

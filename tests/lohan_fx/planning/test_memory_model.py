@@ -1,0 +1,69 @@
+"""What a plan keeps in memory for good, and how less of it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
+from lohan_fx.planning.memory_model import at_home_bytes, with_less_at_home
+from tests.lohan_fx.planning.test_planner import WINDOWS
+
+ELEMENTS = {"small": 10, "large": 1000, "frozen": 100, "held": 5}
+AT_HOME = 14 * (10 + 1000 + 5) + 2 * 100 + 4 * 5
+"""A bf16 parameter and three float32 states of each, the frozen one without; and one waiting gradient."""
+
+
+def plan(device: str, home: Tier, states_home: Tier) -> Plan:
+    parameters = tuple(
+        ParameterPlan(
+            name=name,
+            layer="layer",
+            numel=numel,
+            bytes=2 * numel,
+            trainable=name != "frozen",
+            home=home,
+            states_home=None if name == "frozen" else states_home,
+            optimizer_runs=OptimizerTiming.AFTER_BACKWARD if name == "held" else OptimizerTiming.IN_BACKWARD,
+            gradient_home=states_home if name == "held" else None,
+        )
+        for name, numel in ELEMENTS.items()
+    )
+    return Plan("lohan", device, "bfloat16", 1 << 20, 1 << 20, (), parameters, WINDOWS)
+
+
+def on_nvme(found: Plan, what: str) -> set[str]:
+    return {p.name for p in found.parameters if getattr(p, what) is Tier.NVME}
+
+
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
+def test_states_leave_before_parameters_and_the_largest_first(home: Tier) -> None:
+    all_at_home = plan("cpu", home, home)
+    assert at_home_bytes(all_at_home) == (AT_HOME,)
+    assert with_less_at_home(all_at_home, AT_HOME) is all_at_home
+
+    without_one = with_less_at_home(all_at_home, AT_HOME - 1)
+    assert on_nvme(without_one, "states_home") == {"large"} and not on_nvme(without_one, "home")
+    assert at_home_bytes(without_one) == (AT_HOME - 12 * 1000,)
+
+    without_states = with_less_at_home(all_at_home, AT_HOME - 12 * 1015 - 1)
+    assert on_nvme(without_states, "states_home") == {"small", "large", "held"}
+    assert on_nvme(without_states, "home") == {"large"}
+    frozen = next(p for p in without_states.parameters if p.name == "frozen")
+    assert frozen.states_home is None
+
+
+def test_a_gradient_that_waits_cannot_leave() -> None:
+    assert at_home_bytes(with_less_at_home(plan("cpu", Tier.HOST, Tier.HOST), 20)) == (20,)
+    with pytest.raises(InfeasiblePlan, match=r"1 short.*earlier shapes"):
+        with_less_at_home(plan("cpu", Tier.HOST, Tier.HOST), 19)
+
+
+def test_what_a_gpu_keeps_is_not_host_memory() -> None:
+    found = plan("cuda", Tier.DEVICE, Tier.HOST)
+    assert at_home_bytes(found) == (2 * sum(ELEMENTS.values()), 12 * 1015 + 20)
+    less = with_less_at_home(found, 20)
+    assert at_home_bytes(less) == (2 * sum(ELEMENTS.values()), 20)
+    assert dataclasses.replace(less, parameters=()) == dataclasses.replace(found, parameters=())
