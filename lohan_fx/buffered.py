@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx.graph import _BoxedCodeGen
 from lohan_fx import meta, ops
 from lohan_fx.passes.assign_buffers import buffer_name, write_into
 from lohan_fx.passes.halves import Assignment
-from lohan_fx.passes.symbolic_sizes import CallSizes, has_numbers
+from lohan_fx.passes.symbolic_sizes import CallSizes, Sizes, has_numbers
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
 
@@ -25,7 +25,7 @@ class Buffered:
     """``gm`` as a function of one list, which it empties (``boxed``).
 
     Its values lie in ``nbytes`` of ``workspace`` as ``assignment`` says, which does not allocate them; where another graph has
-    the workspace, or sizes are larger than planned, the heap holds them as ever. What outlives the graph lies in ``room``. The
+    the workspace, or a value is larger than planned, the heap holds them as ever. What outlives the graph lies in ``room``. The
     bits are the same.
     """
 
@@ -39,6 +39,11 @@ class Buffered:
         self._values = {name: values[name] for name in (*self._offsets, *outliving)}
         self._changing = {name: value for name, value in self._values.items() if not has_numbers(value)}
         self._shaped = self._sizes.shaped(self._values, self._sizes.planned)
+        self._planned_elements = {
+            name: self._shaped[name][0].numel() for name in self._changing.keys() & self._offsets.keys()
+        }
+        self._shaped_for: Sizes | None = self._sizes.planned
+        self._fits = True
         self._module = _copy(gm)
         write_into(
             self._module, dataclasses.replace(assignment, offsets=self._offsets, outliving=outliving), self._maker
@@ -46,30 +51,41 @@ class Buffered:
         self._in_workspace = boxed(self._module)
         self._in_heap: Callable[[list[Any]], Any] | None = None
         self._bound: torch.Tensor | None = None
-        self._bound_sizes = self._sizes.planned
 
     def __call__(self, args: list[Any]) -> Any:
-        sizes = self._sizes.of(args) if self._changing else self._bound_sizes
-        fits = sizes == self._bound_sizes or all(map(operator.le, sizes, self._sizes.planned))
-        with self._workspace.borrowed(self._nbytes) if fits else contextlib.nullcontext() as memory:
+        with self._workspace.borrowed(self._nbytes) if self._fit(args) else contextlib.nullcontext() as memory:
             if memory is None:
                 self._in_heap = self._in_heap or boxed(_copy(self._graph))
                 return self._in_heap(args)
-            resized = sizes != self._bound_sizes
-            if resized:
-                self._shaped.update(self._sizes.shaped(self._changing, sizes))
-            if resized or memory is not self._bound:
-                self._bind(memory, self._changing if memory is self._bound else self._values)
-            self._bound, self._bound_sizes = memory, sizes
+            if memory is not self._bound:
+                self._bind(memory)
             return self._in_workspace(args)
 
-    def _bind(self, memory: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    def _fit(self, args: Sequence[Any]) -> bool:
+        """Whether the values of a call with ``args`` fit into their places, and are shaped as it needs them. Those of smaller
+        inputs may be larger: what a decoder fills up to a given length."""
+        if not self._changing:
+            return True
+        sizes = self._sizes.of(args)
+        if any(map(operator.gt, sizes, self._sizes.planned)):
+            return False
+        if sizes != self._shaped_for:
+            # Whatever interrupts this has all of it done again.
+            self._bound = self._shaped_for = None
+            self._shaped.update(self._sizes.shaped(self._changing, sizes))
+            self._fits = all(self._shaped[name][0].numel() <= most for name, most in self._planned_elements.items())
+            self._shaped_for = sizes
+        return self._fits
+
+    def _bind(self, memory: torch.Tensor) -> None:
         """Make the tensors that the ops write into. Not per call: some 2 microseconds each."""
+        self._bound = None
         with torch.inference_mode(False):
-            for name in values.keys() & self._offsets.keys():
-                out = torch.empty(0, dtype=values[name].dtype)
-                place = self._offsets[name] // out.element_size()
+            for name, offset in self._offsets.items():
+                out = torch.empty(0, dtype=self._values[name].dtype)
+                place = offset // out.element_size()
                 setattr(self._module, buffer_name(name), out.set_(memory.untyped_storage(), place, *self._shaped[name]))
+        self._bound = memory
 
     def _maker(self, node: Node) -> Callable[[], torch.Tensor]:
         name, dtype = node.name, self._values[node.name].dtype

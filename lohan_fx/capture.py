@@ -125,14 +125,16 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             graph = replace_segments(graph, compiled.get(half, {}))
             return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around, after)
 
+        def forward(graph: GraphModule, inputs: Any) -> Any:
+            _let_backward_run_again()
+            return run(graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits)
+
         def waits(outputs: Sequence[Any]) -> None:
             if kept[0] is not None:
                 model.waits(obeyed[0], outputs[kept[0]])
 
         graph = aot_autograd(
-            fw_compiler=lambda graph, _: run(
-                graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits
-            ),
+            fw_compiler=forward,
             bw_compiler=lambda graph, _: run(
                 graph, "backward", lambda: model.backward(coming["backward"], obeyed[0], sources)
             ),
@@ -142,6 +144,14 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         return noting_undefined(graph, sources)
 
     return backend
+
+
+def _let_backward_run_again() -> None:
+    """Of what the forward keeps our backwards write over nothing, but AOTAutograd refuses ``retain_graph=True`` to those that it
+    lowers as they first run, which are those for many sizes."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _host_rises(halves: Halves, plan: Plan) -> dict[str, Rises]:

@@ -33,8 +33,9 @@ class CapturedGraphs:
         """Which of ``halves`` train."""
         return [index for index, halves in enumerate(self.halves) if halves.backward is not None]
 
-    def forget_training(self) -> None:
-        for index in reversed(self.training()):
+    def forget_training(self, before: int | None = None) -> None:
+        """All graphs that train, or those of them that were there before there were so many."""
+        for index in reversed([index for index in self.training() if before is None or index < before]):
             del self.plans[index], self.halves[index], self._added_bytes[index : index + 1]
 
     def added_bytes(self, request: Request, drives: int) -> list[int]:

@@ -22,6 +22,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.parameters.filling import allocate, buffers_to_resume, check_files, fill, install
 from lohan_fx.parameters.meta_init import Initialize
 from lohan_fx.parameters.original_parameters import slots_of
+from lohan_fx.parameters.shell import Shell
 from lohan_fx.parameters.weight_files import Weights, open_weights
 from lohan_fx.plan import Plan, Windows
 from lohan_fx.planning.budgets import (
@@ -210,8 +211,9 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
 def reset() -> None:
     """End every model that this process has compiled, at once: files, threads and memory go, and no model gets its parameters
     back, as at the end of the process. For notebooks, where a cell that ran twice has left a model that no variable leads to."""
-    for found in list(living):
-        found.abandon()
+    with contextlib.ExitStack() as all_of_them:  # also the others where one fails
+        for found in list(living):
+            all_of_them.callback(found.abandon)
 
 
 def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
@@ -222,6 +224,10 @@ def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
 def compiled(model: nn.Module) -> CompiledModel:
     """What ``compile`` left with ``model``. Raises ``ValueError`` if it was not compiled, or has been released."""
     found = getattr(model, ATTRIBUTE, None)
+    if found is None and any(isinstance(p, Shell) and p.owner is None for p in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} was ended by lohan_fx.reset() or an interrupt: build it again, and compile it"
+        )
     if not isinstance(found, CompiledModel):
         raise ValueError(f"this {type(model).__name__} is not compiled: call lohan_fx.compile(model, hw) first")
     return found

@@ -121,6 +121,10 @@ def _check_statistics(name: str, module: nn.Module, compute_dtype: torch.dtype) 
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, Shell) and parameter.owner is None:
+        raise ValueError(
+            f"parameter {name} went with a model that was ended by lohan_fx.reset() or an interrupt: build it again"
+        )
     if isinstance(parameter, Shell):
         raise ValueError(
             f"parameter {name} is offloaded: the model that this is a part of is compiled already; lohan_fx.release it first"

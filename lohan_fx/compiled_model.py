@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import os
 import warnings
@@ -57,14 +58,17 @@ _NO_ASSIGNING = (
 )
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
+_numbers = itertools.count()
 living: list[CompiledModel] = []
 """All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
 
-def _dynamo_settings() -> dict[str, Any]:
+@contextmanager
+def _capturing() -> Iterator[None]:
     """What our captures are made with; without guards on hooks, a module's first one would not run where it is registered after
     the model was captured."""
-    return {"recompile_limit": RECOMPILE_LIMIT, "skip_nnmodule_hook_guards": False}
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, skip_nnmodule_hook_guards=False), capturing():
+        yield
 
 
 class Prepared(Exception):
@@ -102,8 +106,8 @@ class CompiledModel:
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
         self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
-        self._trained: set[nn.Module] = set()
-        self._static: set[nn.Module] = set()
+        self._captured: set[tuple[nn.Module, bool]] = set()
+        self._static: set[tuple[nn.Module, bool]] = set()
         self._waiting = WaitingForwards()
         self._warned = False
         self._learns_forwards = request.plan is None
@@ -183,8 +187,9 @@ class CompiledModel:
         def call(*args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # Dynamo keeps its graphs with the code object: with one of its own, they go when the model does.
-        call.__code__ = call.__code__.replace()
+        # Dynamo keeps its graphs with the code object, and with its name which sizes have changed: with one of its own, graphs go
+        # when the model does, and what one call has seen says nothing of another.
+        call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
         return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,32 +203,38 @@ class CompiledModel:
         training = torch.is_grad_enabled()
         if training and self._lacks_room():
             self._leave_room()
-        if (module, training) not in self._calls:
+        key = module, training
+        if key not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-            self._calls[module, training] = self._compiled(module, dynamic=self._request.dynamic if training else None)
-        with torch._dynamo.config.patch(_dynamo_settings()), capturing():
+            self._calls[key] = self._compiled(module, dynamic=self._request.dynamic if training else None)
+        call, why, graphs = self._calls[key], "", 0
+        with _capturing():
             while True:
                 try:
-                    returned = captured(self.model, functools.partial(self._calls[module, training], *args, **kwargs))
+                    returned = captured(self.model, functools.partial(call, *args, **kwargs))
+                except Prepared:
+                    self._has_captured(key, call, why, graphs)
+                    raise
                 except InfeasiblePlan as error:
                     if self._did_before(error):
                         continue
                     if not (training and self._shapes_may_go()):
                         raise
                 except (CaptureError, TorchDynamoException) as error:
-                    if not (training and self._traces_each_shape(module, error)):
+                    if why or not self._was_for_many(key, error):
                         raise
+                    call, why, graphs = self._compiled(module, dynamic=False), str(error), len(self.plans)
                     continue
                 else:
-                    if training:
-                        self._trained.add(module)
+                    self._has_captured(key, call, why, graphs)
                     return returned
                 # Not before here: the error leads to all of the graph that has got no plan.
                 self._let_shapes_go()
+                graphs = len(self.plans)
 
     def _shapes_may_go(self) -> bool:
         """Whether there are graphs for other shapes, and none of them has a backward to run."""
-        waits = self.engine.micro_batches.backwards or self._waiting.of(self.engine.updates.step)
+        waits = self.engine.micro_batches.backwards or self._waiting.of(self.engine.updates.finished)
         return bool(self.training_graphs()) and not waits
 
     def _let_shapes_go(self) -> None:
@@ -238,21 +249,30 @@ class CompiledModel:
         self._tidy_up()
         self._graphs.left_bytes = max(self._graphs.left_bytes, self.memory.left_bytes())
 
-    def _traces_each_shape(self, module: nn.Module, why: Exception) -> bool:
-        """The training graph of ``module`` could not be traced: from now on it is traced for one shape at a time, if it was for
-        many."""
-        many = self._request.dynamic or (self._request.dynamic is None and module in self._trained)
-        if module in self._static or not many or isinstance(why.__cause__, FailOnRecompileLimitHit):
+    def _was_for_many(self, key: tuple[nn.Module, bool], why: Exception) -> bool:
+        """Whether what could not be traced was to hold for many sizes, so that it may be for its own alone."""
+        if key in self._static or isinstance(why.__cause__, FailOnRecompileLimitHit):
             return False
+        dynamic = self._request.dynamic if key[1] else None
+        return dynamic is True or (dynamic is None and key in self._captured)
+
+    def _has_captured(self, key: tuple[nn.Module, bool], call: Callable[..., Any], why: str, graphs: int) -> None:
+        """``call`` has run for ``key``. ``why``: why it is for one shape at a time, which it is from now on; then there were
+        so many ``graphs`` before it, for several."""
+        self._captured.add(key)
+        if not why:
+            return
+        module, training = key
         warnings.warn(
             f"{type(module).__name__} cannot be traced for inputs of several sizes at once, so each shape gets graphs and a plan "
             f"of its own (compile(dynamic=False) says so beforehand): {why}",
-            stacklevel=6,
+            stacklevel=7,
         )
-        self._static.add(module)
-        self._forget_training()
-        self._calls[module, True] = self._compiled(module, dynamic=False)
-        return True
+        self._static.add(key)
+        self._forget_graphs(self._calls[key])
+        self._calls[key] = call
+        if training:
+            self._forget_training(before=graphs, but=call)
 
     def _tidy_up(self) -> None:
         """Capture, and before it the model's own parameters, leave holes in the heap as large as a small promise."""
@@ -421,17 +441,17 @@ class CompiledModel:
         self._revised = True
         self._forget_training()
 
-    def _forget_training(self) -> None:
-        """What trains is captured and planned anew."""
-        self._graphs.forget_training()
+    def _forget_training(self, before: int | None = None, but: Callable[..., Any] | None = None) -> None:
+        """What trains is captured and planned anew: all of it, or what there was ``before`` there were so many, ``but`` one."""
+        self._graphs.forget_training(before)
         for (_, trains), call in self._calls.items():
-            if trains:
+            if trains and call is not but:
                 self._forget_graphs(call)
 
     def _lacks_room(self) -> bool:
         """Whether more forwards waited for their backwards than plans count, and none of this step does yet."""
         more = self._learns_forwards and self._waiting.wanted > self._request.forwards
-        return more and not self.engine.micro_batches.backwards and not self._waiting.of(self.engine.updates.step)
+        return more and not self.engine.micro_batches.backwards and not self._waiting.of(self.engine.updates.finished)
 
     def _leave_room(self) -> None:
         """New plans have room for so many."""
@@ -455,10 +475,10 @@ class CompiledModel:
 
     def waits(self, plan: Plan, kept: torch.Tensor) -> None:
         """A training forward by ``plan`` has run; it keeps ``kept`` among others."""
-        self._waiting.waits(plan, kept, self.engine.updates.step)
+        self._waiting.waits(plan, kept, self.engine.updates.finished)
 
     def _backward_begins(self, plan: Plan) -> None:
-        step = self.engine.updates.step
+        step = self.engine.updates.finished
         over = self._waiting.backward_begins(plan, step)
         if over and not self._warned:
             self._warned = True
@@ -578,6 +598,9 @@ class CompiledModel:
     def abandon(self) -> None:
         """As ``release``, at once: the model gets no parameters back. For a model that is released already: nothing."""
         if getattr(self.model, ATTRIBUTE, None) is self:
+            for places in self._shells_now().values():
+                for _, _, shell in places:
+                    shell.owner = None
             self.detach(EXIT_TIMEOUT_S)
 
     def detach(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -59,7 +59,7 @@ class Adam(torch.optim.Optimizer):
             "decoupled_weight_decay": self._decoupled,
         }  # fmt: skip
         self._engine: Engine | None = None
-        self._group_of: dict[int, int] = {}
+        self._group_of: dict[int, int] | None = None
         self.steps_done = 0
         self.parts = Parts()
         super().__init__(params, defaults)
@@ -80,7 +80,7 @@ class Adam(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._group_of.update((parameter.slot, len(self.param_groups) - 1) for parameter in group["params"])
+        self._group_of = None
 
     def _engine_of(self, parameters: Iterable[torch.Tensor]) -> Engine | None:
         """The runtime that all of these parameters, and those of the groups before, belong to."""
@@ -110,7 +110,16 @@ class Adam(torch.optim.Optimizer):
                 "the model was compiled from a checkpoint, and learning rate, step and random numbers are not resumed yet: "
                 "call lohan_fx.resume(model, optimizer, ...) before the first step"
             )
-        return self._current(self.param_groups[self._group_of[slot]]) if slot in self._group_of else None
+        group = self._groups().get(slot)
+        return None if group is None else self._current(self.param_groups[group])
+
+    def _groups(self) -> dict[int, int]:
+        """Slot -> the param group that has it. Users may move parameters between groups, and take them out: it is found anew in
+        each step."""
+        if self._group_of is None:
+            groups = enumerate(self.param_groups)
+            self._group_of = {shell.slot: index for index, group in groups for shell in group["params"]}
+        return self._group_of
 
     @property
     def engine(self) -> Engine:
@@ -144,20 +153,26 @@ class Adam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._engine is not None
+        self._group_of = None
         now = [self._current(group) for group in self.param_groups]
         for slot, used in self._engine.updates.applied_with.items():
-            index = self._group_of[slot]
-            if used != now[index]:
+            index = self._groups().get(slot)
+            if index is None or used != now[index]:
+                where = (
+                    f"param group {index}" if index is not None else f"{self._engine.slots[slot].name}'s param group"
+                )
+                then = now[index] if index is not None else "it is in none"
                 raise StepError(
-                    f"param group {index} changed between backward and step ({used} was used, now {now[index]}): the "
-                    "update ran inside the backward; change hyper-parameters after step()"
+                    f"{where} changed between backward and step ({used} was used, now {then}): the "
+                    "update ran inside the backward; change hyper-parameters and groups after step()"
                 )
         updated = set(self._engine.step(self._count))
+        self._group_of = None
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
         shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
         torch.autograd.graph.increment_version(shells)
         if self._engine.wear.is_spent(reserved_bytes(self._engine)):
-            first: Any = self.param_groups[0]["params"][0]
+            first: Any = next(shell for group in self.param_groups for shell in group["params"])
             raise stopped_by_wear(self, first.owner.model)
         return loss
 
@@ -171,6 +186,7 @@ class Adam(torch.optim.Optimizer):
         """
         del set_to_none
         assert self._engine is not None
+        self._group_of = None
         self._engine.drop_gradients()
 
     # --- state_dict: torch's own format, so that it can be exchanged with torch.optim.AdamW -------------------
@@ -204,6 +220,7 @@ class Adam(torch.optim.Optimizer):
         for index, shell in zip(saved, shells, strict=False):  # if they differ in number, torch says so below
             _check_entry(state_dict["state"].get(index), shell)
         super().load_state_dict({**state_dict, "state": {}})
+        self._group_of = None
         for group in self.param_groups:
             for name, value in self.defaults.items():  # as torch's, of what older versions did not save
                 group.setdefault(name, value)

@@ -8,7 +8,7 @@ this plan, in less memory (docs/0048).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
@@ -19,6 +19,9 @@ from lohan_fx import meta
 from lohan_fx.passes.annotate import as_expr, at_hint
 
 Sizes = tuple[int, ...]
+SHARES_TRIED = (0.0, 0.25, 0.5, 0.75, 0.99)
+"""Of the traced sizes."""
+NEGLIGIBLE_BYTES = 64 << 10
 
 
 def is_symbolic(gm: GraphModule) -> bool:
@@ -27,15 +30,41 @@ def is_symbolic(gm: GraphModule) -> bool:
 
 
 def hold_up_to_traced(gm: GraphModule) -> None:
-    """Have Dynamo trace anew for inputs larger than those that ``gm`` is being traced with, in any size."""
+    """Have Dynamo trace anew for inputs larger than those that ``gm`` is being traced with, in any size; or for all others, where
+    some value takes more memory for smaller ones, as what a decoder fills up to a given length does."""
     inputs = _inputs(gm)
-    sizes = (size for n in (gm.graph.nodes if inputs else ()) for size in _symbolic(meta.value(n)))
+    if not inputs:
+        return
+    sizes = (size for n in gm.graph.nodes for size in _symbolic(meta.value(n)))
     used = set[sympy.Symbol]().union(*(size.node.expr.free_symbols for size in sizes))
+    most = _takes_most_as_traced(gm, inputs)
     for size in inputs:
         if size.node.expr.free_symbols & used:
             # A comparison of a symbolic size is noted, and guards the graph; not within an assert, which python -O leaves out.
-            held = bool(size <= at_hint(size))
+            held = bool(size <= at_hint(size) if most else size == at_hint(size))
             assert held
+
+
+def _takes_most_as_traced(gm: GraphModule, inputs: Sequence[torch.SymInt]) -> bool:
+    """Whether no value of ``gm`` is larger for smaller inputs, as far as trying some tells; by less than ``NEGLIGIBLE_BYTES``
+    does not count."""
+    traced: dict[sympy.Symbol, int] = {
+        size.node.expr: at_hint(size) for size in inputs if isinstance(size.node.expr, sympy.Symbol)
+    }
+    values = (value for n in gm.graph.nodes for value in _tensors(meta.value(n)) if _symbolic(value))
+    takes = {sympy.prod(map(as_expr, value.shape)) * value.element_size() for value in values}
+    if any(not nbytes.free_symbols <= traced.keys() for nbytes in takes):
+        return False
+    for share in SHARES_TRIED:
+        less = {symbol: max(min(2, size), int(share * size)) for symbol, size in traced.items()}
+        for tried in (less, *(traced | {symbol: size} for symbol, size in less.items())):
+            if any(_at(nbytes, tried) > max(NEGLIGIBLE_BYTES, _at(nbytes, traced)) for nbytes in takes):
+                return False
+    return True
+
+
+def _at(expr: sympy.Expr, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return int(cast(Any, expr.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})))
 
 
 def _inputs(gm: GraphModule) -> list[torch.SymInt]:
@@ -47,10 +76,14 @@ def _inputs(gm: GraphModule) -> list[torch.SymInt]:
 
 def _symbolic(value: object) -> list[torch.SymInt]:
     """The sizes of the tensors in ``value`` that are no numbers."""
+    sizes: list[int | torch.SymInt] = [size for tensor in _tensors(value) for size in tensor.shape]
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, tuple | list):
-        return [size for item in value for size in _symbolic(item)]
-    shape: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
-    return [size for size in shape if isinstance(size, torch.SymInt)]
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def has_numbers(value: torch.Tensor) -> bool:

@@ -12,19 +12,21 @@ autograd's saving and unpacking of the handle.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import itertools
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from lohan_fx import ops
 from lohan_fx.errors import StepError
+from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.byte_window import ByteWindow
@@ -44,6 +46,7 @@ class _Swapped:
     """A tensor that is away: what it looked like and where its bytes are.
 
     ``shown`` is its shape; ``size`` that of what is moved, where dimensions that only repeat (stride 0) have size 1.
+    ``extent_bytes`` may be more than it has: what smaller inputs make takes places that were made for larger ones.
     """
 
     label: str
@@ -56,6 +59,7 @@ class _Swapped:
     left: Arrival
     region: Region | None = None
     extent: str | None = None
+    extent_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -71,22 +75,27 @@ class ActivationSwap:
         self._abandoned: deque[_Swapped] = deque()
         self._keys = itertools.count(1)
         self._extents = itertools.count()
-        self._free_extents: defaultdict[int, list[str]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self._free_extents: list[tuple[int, str]] = []
 
-    def prepare(self, sizes_bytes: list[int]) -> None:
+    def prepare(self, sizes_bytes: Iterable[int]) -> None:
         """Preallocate places in the store for swaps of these sizes, so that a step finds them there."""
         self._reclaim()
-        wanted: dict[int, int] = defaultdict(int)
-        for nbytes in sizes_bytes:
-            wanted[nbytes] += 1
+        free = sorted(size for size, _ in list(self._free_extents))
         fresh: dict[str, int] = {}
-        for nbytes, count in wanted.items():
-            for _ in range(count - len(self._free_extents[nbytes])):
-                name = f"activation:{next(self._extents)}"
-                fresh[name] = nbytes
+        for nbytes in sorted(sizes_bytes, reverse=True):
+            place = bisect.bisect_left(free, nbytes)
+            if place < len(free):
+                del free[place]
+            else:
+                fresh[f"activation:{next(self._extents)}"] = nbytes
         self._machine.store.allocate(fresh)
         for name, nbytes in fresh.items():
-            self._free_extents[nbytes].append(name)
+            self._free(nbytes, name)
+
+    def _free(self, nbytes: int, extent: str) -> None:
+        with self._lock:
+            bisect.insort(self._free_extents, (nbytes, extent))
 
     @property
     def away(self) -> int:
@@ -115,24 +124,22 @@ class ActivationSwap:
         dense = _is_dense(x)
         moved = x if dense else x.contiguous()
         nbytes, held_bytes = moved.numel() * moved.element_size(), moved.untyped_storage().nbytes()
-        self.leaving.take(held_bytes, f"swap window for {tuple(shown)}")
-        try:
+        self.leaving.wait_for(held_bytes, f"swap window for {tuple(shown)}")
+        with interrupt_waits():  # what is taken here is given back by jobs, which must all be there
             region = self._arena.take(nbytes) if tier == Tier.HOST else None
-            extent = self._extent(nbytes) if region is None and nbytes else None
-        except BaseException:
-            self.leaving.give_back(held_bytes)
-            raise
-        pieces = [(0, nbytes)] if region is not None else machine.pieces(nbytes)
-        left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
-        self._away[key] = away = _Swapped(
-            left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent
-        )
-        handle = self._handle(key)
-        off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
-        after = machine.link.mark()
-        for piece in pieces:
-            leave = functools.partial(self._leave, away, moved, piece, after, off_device)
-            machine.d2h.submit(leave, label=left.label)
+            size, extent = self._extent(nbytes) if region is None and nbytes else (0, None)
+            pieces = [(0, nbytes)] if region is not None else machine.pieces(nbytes)
+            left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
+            self._away[key] = away = _Swapped(
+                left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent, size
+            )
+            handle = self._handle(key)
+            self.leaving.take(held_bytes)
+            off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
+            after = machine.link.mark()
+            for piece in pieces:
+                leave = functools.partial(self._leave, away, moved, piece, after, off_device)
+                machine.d2h.submit(leave, label=left.label)
         return handle
 
     def _handle(self, key: int) -> torch.Tensor:
@@ -288,12 +295,17 @@ class ActivationSwap:
         if region is not None:
             self._arena.give_back(region)
         if extent is not None:
-            self._free_extents[away.nbytes].append(extent)
+            self._free(away.extent_bytes, extent)
 
-    def _extent(self, nbytes: int) -> str:
-        if not self._free_extents[nbytes]:
+    def _extent(self, nbytes: int) -> tuple[int, str]:
+        """The smallest free place for ``nbytes``, and its size: it is the best of all choices, since whatever has no place then
+        has none either if this one takes a larger one."""
+        while True:
+            with self._lock:
+                place = bisect.bisect_left(self._free_extents, (nbytes, ""))
+                if place < len(self._free_extents):
+                    return self._free_extents.pop(place)
             self.prepare([nbytes])
-        return self._free_extents[nbytes].pop()
 
 
 def _is_dense(x: torch.Tensor) -> bool:

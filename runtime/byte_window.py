@@ -1,9 +1,9 @@
 """byte_window: so many bytes may be under way; who would exceed that waits.
 
-Guarantees: what is under way never exceeds ``limit_bytes``, or is one single piece that is larger. ``take`` is woken by
+Guarantees: what is under way never exceeds ``limit_bytes``, or is one single piece that is larger. ``wait_for`` is woken by
 ``give_back`` from any thread, hears Ctrl-C, and has a timeout that names what it waited for.
 
-Assumes: one thread takes at a time; whoever took gives back, whatever becomes of the transfer.
+Assumes: one thread waits and takes at a time; whoever took gives back, whatever becomes of the transfer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ByteWindow:
         """From now on no more than ``limit_bytes``."""
         self.limit_bytes = limit_bytes if self.limit_bytes is None else min(self.limit_bytes, limit_bytes)
 
-    def take(self, nbytes: int, label: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Count ``nbytes`` as under way, once there is room; waiting is a stall of compute called ``label``."""
+    def wait_for(self, nbytes: int, label: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return once there is room for ``nbytes``; waiting is a stall of compute called ``label``."""
         with self._changed:
             if not self._has_room(nbytes):
                 with self._timeline.stall(label):
@@ -44,6 +44,10 @@ class ByteWindow:
                         raise LaneTimeout(
                             f"waited {timeout_s:g} s for {label}: {self._used:,} bytes are still under way"
                         )
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes``, for which there is room, as under way."""
+        with self._changed:
             self._used += nbytes
             self._peak = max(self._peak, self._used)
 

@@ -208,7 +208,9 @@ class Engine:
         """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called once it is done, before
         anything else, which Ctrl-C may keep from running."""
         if self._closed:
-            raise StepError("step() was called after the model was released: it has ordinary parameters again now")
+            raise StepError(
+                "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
+            )
         self.micro_batches.refuse_if_torn()
         if self._machine is None:
             counted()

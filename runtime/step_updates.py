@@ -31,7 +31,8 @@ class StepUpdates:
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
     ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014). ``step`` counts
-    those whose gradients were applied or dropped.
+    the steps whose gradients were applied or dropped, ``finished`` those of them that ``finish_step`` has ended: what a forward
+    has kept may have a backward after ``drop``.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepUpdates:
         self.applied_with: dict[int, AdamOptions] = {}
         self.holds = False
         self.step = 0
+        self.finished = 0
         self._dropped: set[int] = set()
         self._wanted: dict[int, None] = {}
         self._taken: dict[int, None] = {}
@@ -214,6 +216,7 @@ class StepUpdates:
             raise
         updated = list(self.applied_with)
         self.forget()
+        self.finished += 1
         self._micro_batches.step_ends()
         return updated
 

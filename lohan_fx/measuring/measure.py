@@ -166,7 +166,8 @@ def _matmul_flops_per_s(dtype: torch.dtype, device: str, seconds: float) -> floa
         out = torch.empty_like(a)
         multiply = partial(torch.mm, a, b, out=out)
         multiply()
-        if size == limit or 8 * _seconds_of(multiply, device) > seconds / (_MIN_RUNS + 2):
+        # The shortest of some: one that was held up would end the search at a size whose rate is nobody's.
+        if size == limit or 8 * min(_seconds_of(multiply, device) for _ in range(3)) > seconds / (_MIN_RUNS + 2):
             return 2 * size**3 / _median_seconds(multiply, device, seconds)
         size *= 2
 

@@ -247,6 +247,11 @@ def _describe(func: Callable[..., Any]) -> str:
 def _refuse(what: str, *args: Any, **kwargs: Any) -> Never:
     shells = [a for a in _flat([*args, *kwargs.values()]) if isinstance(a, Shell)]
     names = ", ".join(getattr(s, "parameter_name", "?") for s in shells[:3]) or "a parameter"
+    if shells and all(s.owner is None for s in shells):
+        raise OffloadedParameterError(
+            f"{what} was called on {names}, which went with its model: that was released, and has other parameters now, or was "
+            "ended by lohan_fx.reset() or an interrupt, and must be built again"
+        )
     raise OffloadedParameterError(
         f"{what} was called on {names}, which is offloaded: its values are on NVMe, not in memory. Call the model, "
         "or the module that has it, to use it, model.state_dict() to read it, model.load_state_dict() to change it, or "

@@ -27,7 +27,7 @@ import lohan_fx
 from lohan_fx import pipeline
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.compile import compiled
-from lohan_fx.errors import CaptureError, InfeasiblePlan, StoreError
+from lohan_fx.errors import CaptureError, InfeasiblePlan, OffloadedParameterError, StoreError
 from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.plan import Plan
 from tests.runtime.faulty_backend import FaultyBackend
@@ -210,6 +210,14 @@ def test_reset_ends_what_no_variable_leads_to(nvme: Path) -> None:
     lohan_fx.reset()
     assert not list(Path(nvme).iterdir())
     lohan_fx.reset()  # nothing to end
+    ended = streamed(Tiny(), nvme)
+    lohan_fx.reset()
+    with pytest.raises(ValueError, match=r"this Tiny was ended by lohan_fx.reset\(\) .*build"):
+        lohan_fx.release(ended)
+    with pytest.raises(ValueError, match=r"ended by lohan_fx.reset\(\) .*build it again"):
+        streamed(ended, nvme)
+    with pytest.raises(OffloadedParameterError, match=r"must be built again"):
+        ended(batch())
     model = streamed(kept, nvme)
     assert torch.isfinite(model(batch()))
     lohan_fx.release(model)

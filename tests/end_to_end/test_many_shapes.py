@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx.buffered import Buffered
 from lohan_fx.compile import compiled
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.passes import assign_buffers
-from lohan_fx.passes.symbolic_sizes import is_symbolic
+from lohan_fx.passes import assign_buffers, symbolic_sizes
+from lohan_fx.passes.symbolic_sizes import CallSizes, is_symbolic
 from lohan_fx.planning import budgets
 from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, tokens, vectors
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
@@ -117,6 +118,129 @@ def test_graphs_for_other_shapes_go_where_there_is_no_room_for_all(
     assert_same_weights(weights_of(model), weights_of(plain))
 
 
+class FillsUp(nn.Module):
+    """To a given length, as a masked autoencoder's decoder does: the shorter what is seen, the more of the rest there is."""
+
+    LENGTH, WIDTH = 64, 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(self.WIDTH, self.WIDTH), nn.Linear(self.WIDTH, self.WIDTH)
+        self.mask = nn.Parameter(torch.randn(1, 1, self.WIDTH))
+        self.position = nn.Parameter(torch.randn(1, self.LENGTH, self.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.encode(x) + self.position[:, : x.shape[1]]
+        rest = (self.mask + self.position[:, x.shape[1] :]).expand(len(x), -1, -1)
+        found: torch.Tensor = torch.tanh(torch.cat([seen, self.decode(rest * 2.0)], 1)).square().mean()
+        return found
+
+
+@pytest.mark.usefixtures("all_have_places")
+@pytest.mark.parametrize("policy", ["lohan", "keep", "swap-nvme"])
+@pytest.mark.parametrize(("negligible", "graphs"), [(1 << 20, 2), (0, 6)])
+def test_what_takes_more_for_smaller_inputs(
+    negligible: int, graphs: int, policy: str, hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values have no place in what is planned for larger ones; where they take much, they are planned by themselves."""
+    monkeypatch.setattr(symbolic_sizes, "NEGLIGIBLE_BYTES", negligible)
+    torch.manual_seed(0)
+    plain, model = FillsUp(), FillsUp()
+    model.load_state_dict(plain.state_dict())
+    expected = torch.optim.AdamW(plain.parameters(), lr=LR)
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": policy}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        for length in (40, 48, 32, 20, 8, 4, 48):
+            x = torch.randn(4, length, FillsUp.WIDTH)
+            losses = [net(x) for net in (plain, model)]
+            assert losses[0].item() == losses[1].item()
+            for loss, adam in zip(losses, (expected, optimizer), strict=True):
+                loss.backward()
+                adam.step()
+                adam.zero_grad()
+        assert len(compiled(model).plans) == graphs
+        with torch.no_grad():
+            for length in (40, 48, 32, 4):
+                x = torch.randn(4, length, FillsUp.WIDTH)
+                assert torch.equal(model(x), plain(x))
+    assert_same_weights(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.usefixtures("all_have_places")
+def test_an_interrupt_as_places_are_bound_leaves_none_of_the_wrong_shape(
+    hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLAMA.build()
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "host_memory": "2GiB", "dynamic": True}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        inputs = {length: tokens(4, length) for length in (32, 20)}
+        expected = {length: model(**inputs[length]).loss.item() for length in inputs}
+        for owner, method in ((Buffered, "_bind"), (CallSizes, "shaped")):
+            done = getattr(owner, method)
+
+            def interrupted(*args: Any, done: Any = done) -> None:
+                done(*args)
+                raise KeyboardInterrupt
+
+            for again in (20, 32):
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(owner, method, interrupted)
+                    model(**inputs[32])
+                assert model(**inputs[again]).loss.item() == expected[again]
+                assert model(**inputs[20]).loss.item() == expected[20]
+
+
+def test_a_backward_may_run_twice(hw: HardwareProfile, tmp_path: Path) -> None:
+    plain, model = LLAMA.build(), LLAMA.build()
+    expected = torch.optim.AdamW(plain.parameters(), lr=LR)
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "policy": "keep", "host_memory": "2GiB"}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, accumulation_steps=2)
+        for length in (20, 32, 24):
+            inputs = tokens(4, length)
+            for net, adam in ((plain, expected), (model, optimizer)):
+                loss = net(**inputs).loss
+                loss.backward(retain_graph=True)
+                loss.backward()
+                adam.step()
+                adam.zero_grad()
+    assert_same_weights(weights_of(model), weights_of(plain))
+
+
+def symbolic(model: nn.Module) -> list[tuple[bool, bool]]:
+    """Of each graph: whether it trains, and whether it holds for many sizes."""
+    return [(halves.backward is not None, is_symbolic(halves.forward)) for halves in compiled(model).halves]
+
+
+def test_what_one_call_has_seen_says_nothing_of_another(hw: HardwareProfile, tmp_path: Path) -> None:
+    """Neither evaluation of training, nor one model of another."""
+    for _ in range(2):
+        model = PERCEPTRON.build()
+        with lohan_fx.releasing(
+            lohan_fx.compile(model, hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="2GiB")
+        ):
+            with torch.no_grad():
+                model(**vectors(batch=6))
+            lohan_fx.prepare(model, **vectors(batch=5))
+            lohan_fx.prepare(model, **vectors(batch=4))
+            assert symbolic(model) == [(False, False), (True, False), (True, True)]
+
+
+def test_one_bad_batch_costs_no_graphs(hw: HardwareProfile, tmp_path: Path) -> None:
+    model = LLAMA.build()
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "policy": "keep", "host_memory": "2GiB"}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        steps(model, optimizer, [(4, 20), (4, 24)])
+        bad = {**tokens(4, 22), "position_ids": torch.arange(7)[None]}
+        with pytest.raises(Exception, match="7"), warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model(**bad)
+        steps(model, optimizer, [(4, 23), (4, 21), (4, 20)])
+        assert symbolic(model) == [(True, False), (True, True)]
+
+
 class CountsItsRows(nn.Module):
     """What it makes of their number, Dynamo can only say of a number."""
 
@@ -150,6 +274,25 @@ def test_a_model_that_cannot_be_traced_for_many_sizes_is_for_each(hw: HardwarePr
     assert_same_weights(weights_of(model), weights_of(plain))
     told = [str(one.message) for one in warned if "each shape gets graphs" in str(one.message)]
     assert len(told) == 1
+
+
+def test_that_holds_for_evaluation_too_and_whatever_was_captured_before(hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, model = CountsItsRows(), CountsItsRows()
+    model.load_state_dict(plain.state_dict())
+    x = {rows: torch.randn(rows, 8) for rows in range(3, 9)}
+    with (
+        lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="2GiB")),
+        pytest.warns(UserWarning, match="each shape gets graphs") as told,
+    ):
+        lohan_fx.prepare(model, x[3])
+        lohan_fx.prepare(model, x[4])
+        with torch.no_grad():
+            for rows in (5, 6, 7, 6, 5):
+                assert torch.equal(model(x[rows]), plain(x[rows]))
+        assert torch.equal(model(x[8]), plain(x[8]))
+        assert not any(many for _, many in symbolic(model))
+    assert len([one for one in told if "each shape gets graphs" in str(one.message)]) == 2
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

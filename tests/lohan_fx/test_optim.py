@@ -137,6 +137,48 @@ def test_a_group_added_later(models: tuple[nn.Module, nn.Module]) -> None:
     same_state(optimizer.state_dict(), reference.state_dict())
 
 
+def _moved(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def _emptied(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"] = []
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("edit", [list.reverse, _moved, _emptied, lambda groups: groups.pop(0)])
+def test_groups_that_are_edited(
+    edit: Callable[[list[dict[str, Any]]], None], hold: bool, models: tuple[nn.Module, nn.Module]
+) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": list(model.layers[0].parameters()), "lr": 0.1},
+            {"params": list(model.layers[1].parameters()), "weight_decay": 0.5},
+        ]
+
+    model, plain = models
+    reference = torch.optim.AdamW(groups(plain), lr=0.01, foreach=False)
+    optimizer = AdamW(groups(model), lr=0.01)
+    optimizer.engine.updates.holds = hold
+    for number in range(2):
+        assert train(model, optimizer, range(2)) == train(plain, reference, range(2)), number
+        plain.zero_grad()
+        edit(optimizer.param_groups)
+        edit(reference.param_groups)
+    same_weights(model, plain)
+
+
+def test_a_parameter_that_leaves_its_group_too_late(models: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = models
+    optimizer = AdamW(model.parameters(), accumulation_steps=1)
+    model(batch(0)).backward()
+    shells, optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"], []
+    with pytest.raises(StepError, match=r"layers.* param group changed between backward and step .*it is in none"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = shells
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "make",
     [

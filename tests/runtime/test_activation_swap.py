@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from lohan_fx.errors import LohanError, StepError, StoreError
 from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.device_link import CpuLink, Moment
 from lohan_fx.runtime.host_arena import HostArena
+from lohan_fx.runtime.huge_pages import PAGE_BYTES
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.room import LEAST_BYTES
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
@@ -164,6 +170,23 @@ def test_places_in_the_store_are_used_again(rig: Rig) -> None:
     assert rig.machine.store.nbytes_allocated == allocated
 
 
+def test_smaller_tensors_take_the_places_of_larger_ones(rig: Rig) -> None:
+    """One plan serves inputs of many sizes: places for the largest are enough, in whatever order the others come."""
+    planned = (4000, 1000, 1000, 7000, 2000)
+    rig.swap.prepare([4 * elements for elements in planned])
+    allocated = rig.machine.store.nbytes_allocated
+    for percent in (100, 99, 50, 10, 100):
+        for order in (planned, tuple(reversed(planned)), tuple(sorted(planned))):
+            values = [torch.randn(elements * percent // 100) for elements in order]
+            handles = [rig.swap.swap_out(x, "nvme") for x in values]
+            for handle, x in zip(handles, values, strict=True):
+                assert torch.equal(rig.back(handle), x)
+    rig.swap.prepare([4 * elements - 40 for elements in planned])
+    assert rig.machine.store.nbytes_allocated == allocated
+    rig.swap.prepare([4 * elements for elements in (*planned, 6999)])
+    assert rig.machine.store.nbytes_allocated == allocated + -(-4 * 6999 // PAGE_BYTES) * PAGE_BYTES
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_abandoned_tensor_gives_its_place_back(tier: str, rig: Rig) -> None:
     x = torch.randn(2000)
@@ -205,6 +228,51 @@ def test_a_handle_is_good_once(tier: str, rig: Rig) -> None:
     rig.back(handle)
     with pytest.raises(StepError, match=r"second time.*retain_graph=True.*run the forward again"):
         rig.swap.swap_in(handle)
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_interrupt_at_any_line_of_a_swap_leaves_nothing_behind(tier: str, rig: Rig) -> None:
+    x = torch.randn(3 * IO_BYTES // 4)
+    rig.swap.prepare([x.nbytes])
+    allocated = rig.machine.store.nbytes_allocated
+    rig.swap.leaving.narrow(x.nbytes)
+    code = ActivationSwap.swap_out.__code__
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno})
+    came = 0
+    for line in lines:
+        with interrupted_at(code, line), contextlib.suppress(KeyboardInterrupt):
+            rig.swap.swap_out(x, tier)
+            came -= 1
+        came += 1
+        rig.machine.drain(PATIENCE_S)
+    assert came > len(lines) // 2  # others are not reached by this tensor
+    for _ in range(3):
+        assert torch.equal(rig.back(rig.swap.swap_out(x, tier)), x)  # where a window leaked, this would wait
+    rig.swap.prepare([x.nbytes])
+    assert rig.whole() and rig.machine.store.nbytes_allocated == allocated
+
+
+@contextlib.contextmanager
+def interrupted_at(code: CodeType, line: int) -> Iterator[None]:
+    """SIGINT comes as ``line`` of ``code`` is about to run."""
+
+    def global_trace(frame: FrameType, event: str, argument: object) -> Any:
+        return local_trace if frame.f_code is code else None
+
+    def local_trace(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line" and frame.f_lineno == line:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return local_trace
+
+    sys.settrace(global_trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 # --- failures -------------------------------------------------------------------------------------------------
@@ -344,7 +412,7 @@ def test_what_fails_to_leave_gives_its_room_back(rig: Rig, monkeypatch: pytest.M
             rig.back(handle)
     rig.backend.faults["fallocate"] = [errno.ENOSPC]
     with pytest.raises(StoreError, match="No space left"):
-        rig.swap.swap_out(torch.randn(10), "nvme")
+        rig.swap.swap_out(torch.randn(IO_BYTES), "nvme")
     for _ in range(3):
         assert torch.equal(rig.back(rig.swap.swap_out(x, "nvme")), x)
 

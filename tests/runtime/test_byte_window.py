@@ -13,14 +13,19 @@ from lohan_fx.runtime.timeline import Timeline
 PATIENCE_S = 30.0
 
 
+def take(window: ByteWindow, nbytes: int, label: str, **timeout: float) -> None:
+    window.wait_for(nbytes, label, **timeout)
+    window.take(nbytes)
+
+
 def test_no_more_is_under_way_than_the_window_holds() -> None:
     window = ByteWindow(Timeline(), 100)
-    window.take(60, "a")
-    window.take(40, "b")
+    take(window, 60, "a")
+    take(window, 40, "b")
     taken = threading.Event()
 
     def third() -> None:
-        window.take(50, "c")
+        take(window, 50, "c")
         taken.set()
 
     threading.Thread(target=third, daemon=True).start()
@@ -33,19 +38,19 @@ def test_no_more_is_under_way_than_the_window_holds() -> None:
 def test_what_is_larger_than_the_window_goes_alone() -> None:
     timeline = Timeline()
     window = ByteWindow(timeline, 100)
-    window.take(500, "large")
+    take(window, 500, "large")
     with pytest.raises(LaneTimeout, match=r"waited 0.01 s for small: 500 bytes are still under way"):
-        window.take(1, "small", timeout_s=0.01)
+        take(window, 1, "small", timeout_s=0.01)
     assert timeline.stall_s >= 0.01
     window.give_back(500)
-    window.take(1, "small", timeout_s=0.01)
+    take(window, 1, "small", timeout_s=0.01)
 
 
 def test_without_a_limit_nobody_waits() -> None:
     timeline = Timeline()
     window = ByteWindow(timeline)
     for _ in range(100):
-        window.take(1 << 40, "x", timeout_s=0.01)
+        take(window, 1 << 40, "x", timeout_s=0.01)
     assert timeline.stall_s == 0.0
 
 
