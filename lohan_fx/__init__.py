@@ -7,7 +7,7 @@ live on NVMe.
 
 import logging
 
-from lohan_fx import kernel_caches
+from lohan_fx import kernel_caches, lean_loss, trainer
 from lohan_fx.checkpoints.checkpoint import Resumed, checkpoint, resume
 from lohan_fx.clipping import clip_grad_norm_, grad
 from lohan_fx.compile import compile, prepare, release, releasing, reset
@@ -62,6 +62,7 @@ __all__ = [
     "compile",
     "dump",
     "grad",
+    "lean_loss",
     "policies",
     "prepare",
     "release",
@@ -69,6 +70,7 @@ __all__ = [
     "reset",
     "resume",
     "simulate",
+    "trainer",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

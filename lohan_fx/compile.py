@@ -14,6 +14,7 @@ from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
     wake,
+    warn_if_more_than_there_is,
     warn_if_not_measured_here_and_now,
     warn_if_slow,
 )
@@ -120,6 +121,7 @@ def compile(
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
     warn_if_not_measured_here_and_now(hw)
     warn_if_slow(hw, compute_dtype)
+    warn_if_more_than_there_is(hw, host)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
     wake(hw, compute_dtype)
     before = process_memory.now()
@@ -208,11 +210,13 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
     release(model)
 
 
-def reset() -> None:
-    """End every model that this process has compiled, at once: files, threads and memory go, and no model gets its parameters
-    back, as at the end of the process. For notebooks, where a cell that ran twice has left a model that no variable leads to."""
+def reset(*models: nn.Module) -> None:
+    """End ``models``, or every model that this process has compiled, at once: files, threads and memory go, and no model gets its
+    parameters back, as at the end of the process. For searches, whose trials are not kept, and for notebooks, where a cell that
+    ran twice has left a model that no variable leads to. Raises ``ValueError`` for one that is not compiled."""
+    ended = [compiled(model) for model in models] if models else list(living)
     with contextlib.ExitStack() as all_of_them:  # also the others where one fails
-        for found in list(living):
+        for found in ended:
             all_of_them.callback(found.abandon)
 
 

@@ -166,6 +166,16 @@ def warn_if_slow(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
         )
 
 
+def warn_if_more_than_there_is(hw: HardwareProfile, host_memory_bytes: int | None) -> None:
+    """Whom it concerns is the caller of ``compile``."""
+    if host_memory_bytes is not None and hw.is_this_machine() and host_memory_bytes > hw.host_memory_bytes:
+        warnings.warn(
+            f"host_memory promises {host_memory_bytes / 2**30:.3g} GiB, and this machine has {hw.host_memory_bytes / 2**30:.3g}: "
+            "what counts on it ends in swapping, or the system ends the process; promise what is free, or leave it out",
+            stacklevel=3,
+        )
+
+
 def wake(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
     """What a process's first work on a GPU brings into its RAM (the context, the libraries of matmuls and of attention) is there
     before it is counted: it is none of what a plan promises."""

@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
 from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.reached import Sources, reached
+from lohan_fx.parameters.saved_dtype import note_dtype
 from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, streaming
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.symbolic_sizes import is_symbolic
@@ -152,6 +154,8 @@ class CompiledModel:
         for module in self.model.modules():
             self._replace(module, "load_state_dict", self._load_all)
         self._replace(self.model, "zero_grad", self._zero_grad)
+        if hasattr(self.model, "save_pretrained"):
+            self._replace(self.model, "save_pretrained", self._save_pretrained)
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
         self.engine.on_stage = self.checks.begins
         self._at_exit()
@@ -340,6 +344,13 @@ class CompiledModel:
             cleared = {prefix: {k: v for k, v in local.items() if k != _ASSIGNS} for prefix, local in noted.items()}
             setattr(state_dict, "_metadata", cleared)  # noqa: B010  of which mypy knows nothing
         return original(state_dict, strict=strict)
+
+    def _save_pretrained(self, original: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Transformers notes the dtype that the model computes in, and would load in it what is written, the masters."""
+        returned = original(save_directory, *args, **kwargs)
+        if any(slot.master_dtype is torch.float32 for slot in self.engine.slots.values()):
+            note_dtype(Path(save_directory), self._request.compute_dtype, "float32")
+        return returned
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         self.engine.updates.drop()

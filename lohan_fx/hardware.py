@@ -177,7 +177,7 @@ class HardwareProfile:
     @classmethod
     def measure(
         cls,
-        nvme: Sequence[str | Path] = (),
+        nvme: str | Path | Sequence[str | Path] = (),
         *,
         device: str | None = None,
         progress: bool = True,
@@ -190,7 +190,9 @@ class HardwareProfile:
         """
         from lohan_fx.measuring.measure import measure
 
-        return measure(nvme, device=device, progress=progress, seconds=seconds)
+        return measure(
+            [nvme] if isinstance(nvme, str | Path) else nvme, device=device, progress=progress, seconds=seconds
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:

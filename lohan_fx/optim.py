@@ -305,6 +305,8 @@ def _check_hyper(group: dict[str, Any]) -> None:
     missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}: it is not of Adam")
+    if isinstance(group["lr"], str):
+        raise TypeError(f"lr is {group['lr']!r}: expected a number")
     if group.get("amsgrad"):
         raise ValueError("amsgrad=True is not supported: it needs a third state per parameter; use amsgrad=False")
     beta1, beta2 = group["betas"]

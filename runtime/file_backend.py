@@ -145,9 +145,9 @@ def lock_directory(directory: Path) -> int:
 def _taken(directory: Path, holder: str) -> str:
     if holder == str(os.getpid()):
         return (
-            f"{directory} is used by a store of this very process, process {holder} (this one is {os.getpid()}), as by a model "
-            "that was compiled before: give this one another directory, or lohan_fx.release(model) that one; where no variable "
-            "leads to it any more, as in a notebook whose cell ran twice, lohan_fx.reset() ends all that were compiled"
+            f"{directory} is used by a store of this very process, process {holder}, as by a model that was compiled "
+            "before: give this one another directory, or lohan_fx.release(model) that one, or lohan_fx.reset(model) to lose it; "
+            "where no variable leads to it any more, as in a notebook whose cell ran twice, lohan_fx.reset() ends all"
         )
     return (
         f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "

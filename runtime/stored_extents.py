@@ -28,6 +28,13 @@ class StoredExtents:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
+        for directory in self._directories:
+            if not directory.is_dir():
+                raise ValueError(f"{directory} is no directory: name those of the run, in its order")
+        if len({directory.resolve() for directory in self._directories}) < len(self._directories):
+            raise ValueError(
+                f"a directory is named twice among {', '.join(map(str, directories))}: name each drive's once"
+            )
         self._fds: list[int] = []
         with ExitStack() as taken:
             for directory in self._directories:

@@ -123,6 +123,12 @@ def resume(
     return found
 
 
+def resumable_extra(model: nn.Module) -> tuple[bool, Any]:
+    """Whether ``compile`` found a checkpoint that ``resume`` has not taken up yet, and the ``extra`` that it holds."""
+    state = compiled(model).engine.resumed
+    return (False, None) if state is None else (True, decoded(state["extra"]))
+
+
 def _unwrapped(engine: Engine, optimizer: Adam) -> Adam:
     """``optimizer``, or the one inside it: a callback of the Trainer is given accelerate's wrapper."""
     optimizer = getattr(optimizer, "optimizer", optimizer)

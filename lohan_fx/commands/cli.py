@@ -139,6 +139,8 @@ def _dump(arguments: argparse.Namespace) -> None:
 
 def _dumped_plan(arguments: argparse.Namespace) -> str:
     path = Path(arguments.plan)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: name one that Plan.to_json was written to, or a model by --model")
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -95,6 +95,8 @@ def _export(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--output: {output} is no file, and an export ends by taking its place: name a new file, or one to replace"
         )
+    if not output.parent.is_dir():
+        raise ValueError(f"--output: there is no folder {output.parent}: create it (mkdir -p), or name an existing one")
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with StoredExtents(arguments.directories) as stored:
         manifest = stored.manifests[-1]

@@ -193,7 +193,7 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> Non
 
 def test_two_models_in_one_directory(nvme: Path) -> None:
     first = streamed(Tiny(), nvme)
-    with pytest.raises(StoreError, match=rf"{nvme} is used by .*this very process, process {os.getpid()} .*reset\(\)"):
+    with pytest.raises(StoreError, match=rf"{nvme} is used by .*this very process, process {os.getpid()}, .*reset\(\)"):
         lohan_fx.compile(second := Tiny(), profile(), nvme=nvme)
     assert type(second.layers[0].weight) is nn.Parameter
     assert torch.isfinite(first(batch()))  # the first one's files are still there
@@ -221,6 +221,25 @@ def test_reset_ends_what_no_variable_leads_to(nvme: Path) -> None:
     model = streamed(kept, nvme)
     assert torch.isfinite(model(batch()))
     lohan_fx.release(model)
+
+
+def test_reset_of_one_model_leaves_the_others(nvme: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    ended, other = streamed(Tiny(), nvme), streamed(Tiny(), tmp_path / "other")
+    lohan_fx.reset(ended)
+    assert torch.isfinite(other(batch()))
+    with pytest.raises(ValueError, match="was ended by"):
+        lohan_fx.reset(other, ended)  # none of them, then
+    lohan_fx.release(other)
+
+
+def test_more_memory_is_promised_than_there_is(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HardwareProfile, "is_this_machine", lambda self: True)
+    hw = profile()
+    with pytest.warns(
+        UserWarning, match=r"host_memory promises 9e\+05 GiB, and this machine has .* promise what is free"
+    ):
+        lohan_fx.release(lohan_fx.compile(Tiny(), hw, nvme=nvme, host_memory="900000GiB"))
 
 
 def test_two_processes_in_one_directory(nvme: Path) -> None:

@@ -285,6 +285,22 @@ def test_save_pretrained_writes_a_model_that_loads(case: Case, streamed: Any, tm
         file.unlink()
 
 
+def test_what_is_saved_loads_as_the_masters(streamed: Any, tmp_path: Path) -> None:
+    """Transformers would note the dtype that was computed in, and round what is loaded to it."""
+    model = LLAMA.build()
+    with streamed(model, compute_dtype=torch.bfloat16):
+        train(model, adamw(model), LLAMA, 1)
+        model.save_pretrained(tmp_path / "saved")
+        masters = model.state_dict()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert all(torch.equal(value, masters[name]) for name, value in loaded.state_dict().items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    assert "save_pretrained" not in vars(model)
+    for file in (tmp_path / "saved").iterdir():
+        file.unlink()
+
+
 # --- release --------------------------------------------------------------------------------------------------
 
 

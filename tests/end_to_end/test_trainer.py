@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.trainer_callback import ExportableState
 
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.trainer import CheckpointMixin
 from tests.end_to_end.models import GPT2_SHALLOW, TOKENS, VOCABULARY
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
@@ -40,7 +44,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainer(outputs: Path) -> Callable[..., transformers.Trainer]:
-    def make(model: nn.Module, optimizer: Any, **arguments: Any) -> transformers.Trainer:
+    def make(
+        model: nn.Module, optimizer: Any, kind: Any = transformers.Trainer, **arguments: Any
+    ) -> transformers.Trainer:
         settings = transformers.TrainingArguments(
             output_dir=str(outputs),
             per_device_train_batch_size=2,
@@ -51,7 +57,8 @@ def trainer(outputs: Path) -> Callable[..., transformers.Trainer]:
             use_cpu=True,
             **{"save_strategy": "no", "num_train_epochs": 1, **arguments},
         )
-        return transformers.Trainer(model, settings, train_dataset=examples(), optimizers=(optimizer, None))
+        made: transformers.Trainer = kind(model, settings, train_dataset=examples(), optimizers=(optimizer, None))
+        return made
 
     return make
 
@@ -114,6 +121,111 @@ def test_without_our_optimizer_it_says_what_to_do(trainer: Any, on_nvme: Any) ->
         assert compiled(model).engine.updates.options is None
 
 
+class Committing(CheckpointMixin, transformers.Trainer):
+    pass
+
+
+class Stopped(Exception):
+    """What ends a training in the middle of a step."""
+
+
+class Stops(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self._step:
+            raise Stopped
+
+
+@pytest.fixture
+def begin(hw: HardwareProfile, directory: Path) -> Any:
+    def begin(**options: Any) -> tuple[nn.Module, lohan_fx.AdamW]:
+        model = lohan_fx.compile(GPT2_SHALLOW.build(), hw, compute_dtype=torch.float32, policy="lohan-ds",
+                                 host_memory="2GiB", **options)  # fmt: skip
+        return model, lohan_fx.AdamW(model.parameters(), lr=LR)
+
+    return begin
+
+
+@pytest.mark.parametrize("stop", [5, 7])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"max_steps": 9, "save_steps": 2}, id="as it comes"),
+        pytest.param({"gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_steps": 3}, id="accumulating"),
+        pytest.param(
+            {"num_train_epochs": 1, "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}, id="schedule"
+        ),
+    ],
+)
+def test_the_trainer_goes_on_where_its_last_checkpoint_was(
+    arguments: dict[str, Any], stop: int, trainer: Any, begin: Any, directory: Path, on_nvme: Any
+) -> None:
+    arguments = {"save_strategy": "steps", "kind": Committing, **arguments}
+    reference = GPT2_SHALLOW.build()
+    adam = torch.optim.AdamW(reference.parameters(), lr=LR)
+    plain = trainer(reference, adam, **{**arguments, "save_strategy": "no", "kind": transformers.Trainer})
+    plain.train()
+    model, optimizer = begin(nvme=directory, checkpoints=1)
+    with lohan_fx.releasing(model):
+        broken = trainer(model, optimizer, **arguments)
+        broken.add_callback(Stops(stop))
+        with pytest.raises(Stopped):
+            broken.train()
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    model, optimizer = begin(nvme=directory, resume_from_checkpoint=True)
+    with lohan_fx.releasing(model):
+        again = trainer(model, optimizer, **arguments)
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == plain.state.global_step == plain.state.max_steps > stop
+    assert logged(again) == logged(plain)  # those from before the checkpoint are in it
+    assert_same_weights(weights_of(model), weights_of(reference))
+    assert not list(Path(again.args.output_dir).glob("checkpoint-*"))
+
+
+class CountsSteps(transformers.TrainerCallback, ExportableState):
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_a_new_training_begins_anew_and_callbacks_keep_their_state(trainer: Any, begin: Any, directory: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 2, "kind": Committing}
+    for steps in (4, 8):
+        model, optimizer = begin(nvme=directory, resume_from_checkpoint=True)
+        with lohan_fx.releasing(model):
+            made = trainer(model, optimizer, max_steps=steps, restore_callback_states_from_checkpoint=True, **arguments)
+            made.add_callback(CountsSteps())
+            made.train(resume_from_checkpoint=True)
+            (counts,) = (one for one in made.callback_handler.callbacks if isinstance(one, CountsSteps))
+            assert made.state.global_step == counts.count == steps
+
+
+def test_what_the_committing_trainer_refuses(trainer: Any, begin: Any, directory: Path) -> None:
+    model, optimizer = begin(nvme=directory, checkpoints=1)
+    with lohan_fx.releasing(model):
+        made = trainer(model, optimizer, max_steps=1, kind=Committing)
+        with pytest.raises(ValueError, match=r"name them by lohan_fx.compile\(..., resume_from_checkpoint"):
+            made.train(resume_from_checkpoint="checkpoint-4")
+        made.args.load_best_model_at_end = True
+        with pytest.raises(ValueError, match=r"load_best_model_at_end=True needs copies"):
+            made.train()
+        made.args.load_best_model_at_end = False
+        made.train()
+        lohan_fx.checkpoint(model, optimizer, extra={"of": "another loop"})
+    model, optimizer = begin(nvme=directory, resume_from_checkpoint=True)
+    with lohan_fx.releasing(model), pytest.raises(ValueError, match="not made by a Trainer with CheckpointMixin"):
+        trainer(model, optimizer, max_steps=1, kind=Committing).train()
+
+
 class Commits(transformers.TrainerCallback):
     """Commits after the given step, by what the Trainer hands to its callbacks."""
 
@@ -125,12 +237,7 @@ class Commits(transformers.TrainerCallback):
             lohan_fx.checkpoint(given["model"], given["optimizer"], extra=state.global_step)
 
 
-def test_a_callback_commits_without_copies(trainer: Any, hw: HardwareProfile, directory: Path) -> None:
-    def begin(**options: Any) -> tuple[nn.Module, lohan_fx.AdamW]:
-        model = lohan_fx.compile(GPT2_SHALLOW.build(), hw, compute_dtype=torch.float32, policy="lohan-ds",
-                                 host_memory="2GiB", **options)  # fmt: skip
-        return model, lohan_fx.AdamW(model.parameters(), lr=LR)
-
+def test_a_callback_commits_without_copies(trainer: Any, begin: Any, directory: Path) -> None:
     model, optimizer = begin(nvme=directory, checkpoints=1)
     with lohan_fx.releasing(model):
         trained = trainer(model, optimizer, max_steps=2)

@@ -399,6 +399,11 @@ def test_options_out_of_range(options: dict[str, Any], message: str, models: tup
         assert len(optimizer.param_groups) == 1
 
 
+def test_a_learning_rate_that_is_text(models: tuple[nn.Module, nn.Module]) -> None:
+    with pytest.raises(TypeError, match="lr is '1e-3': expected a number"):
+        AdamW(models[0].parameters(), lr="1e-3")  # type: ignore[arg-type]
+
+
 def test_options_that_torch_has_and_we_do_not(models: tuple[nn.Module, nn.Module]) -> None:
     for option in ("foreach", "capturable", "differentiable", "momentum"):
         with pytest.raises(TypeError, match=option):

@@ -179,3 +179,23 @@ def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["fsck", str(tmp_path)]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err
     assert main(["fsck", str(tmp_path / "missing")]) == 1
+
+
+@pytest.mark.parametrize("command", [["fsck"], ["export", "--output", "w.safetensors"]])
+def test_directories_that_cannot_be_those_of_a_run(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, said in (
+        ([tmp_path / "none"], f"{tmp_path / 'none'} is no directory"),
+        ([tmp_path, tmp_path], "a directory is named twice"),
+    ):
+        assert main([*command, *map(str, given)]) == 1
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_to_a_folder_that_is_not_there(
+    checkpointed: tuple[list[Path], Weights], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", *map(str, checkpointed[0]), "--output", str(tmp_path / "none" / "w.safetensors")]) == 1
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
