@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import functools
 import gc
-import itertools
 import logging
 import os
 import warnings
@@ -18,15 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
 from lohan_fx.captured_graphs import CapturedGraphs
 from lohan_fx.errors import CaptureError, InfeasiblePlan
-from lohan_fx.interrupts import interrupt_waits
+from lohan_fx.module_calls import Call, Key, ModuleCalls
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
 from lohan_fx.parameters.original_parameters import Original
@@ -44,6 +42,7 @@ from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.reporting.memory_report import BETWEEN, MemoryAccounts
 from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rises
 from lohan_fx.runtime.room import Room
@@ -60,7 +59,6 @@ _NO_ASSIGNING = (
 )
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
-_numbers = itertools.count()
 living: list[CompiledModel] = []
 """All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
@@ -107,9 +105,7 @@ class CompiledModel:
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
-        self._calls: dict[tuple[nn.Module, bool], Callable[..., Any]] = {}
-        self._captured: set[tuple[nn.Module, bool]] = set()
-        self._static: set[tuple[nn.Module, bool]] = set()
+        self._calls = ModuleCalls(functools.partial(backend_for, self), request.dynamic)
         self._waiting = WaitingForwards()
         self._warned = False
         self._learns_forwards = request.plan is None
@@ -187,15 +183,6 @@ class CompiledModel:
         module._compiled_call_impl = call
         self._restore.append(functools.partial(setattr, module, "_compiled_call_impl", before))
 
-    def _compiled(self, module: nn.Module, *, dynamic: bool | None) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        # Dynamo keeps its graphs with the code object, and with its name which sizes have changed: with one of its own, graphs go
-        # when the model does, and what one call has seen says nothing of another.
-        call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
-        return torch.compile(call, backend=backend_for(self), fullgraph=True, dynamic=dynamic)
-
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._untidy_calls:
             # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
@@ -210,7 +197,6 @@ class CompiledModel:
         key = module, training
         if key not in self._calls:
             self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-            self._calls[key] = self._compiled(module, dynamic=self._request.dynamic if training else None)
         call, why, graphs = self._calls[key], "", 0
         with _capturing():
             while True:
@@ -225,9 +211,9 @@ class CompiledModel:
                     if not (training and self._shapes_may_go()):
                         raise
                 except (CaptureError, TorchDynamoException) as error:
-                    if why or not self._was_for_many(key, error):
+                    if why or not self._calls.was_for_many(key, error):
                         raise
-                    call, why, graphs = self._compiled(module, dynamic=False), str(error), len(self.plans)
+                    call, why, graphs = self._calls.for_each_shape(key), str(error), len(self.plans)
                     continue
                 else:
                     self._has_captured(key, call, why, graphs)
@@ -253,18 +239,10 @@ class CompiledModel:
         self._tidy_up()
         self._graphs.left_bytes = max(self._graphs.left_bytes, self.memory.left_bytes())
 
-    def _was_for_many(self, key: tuple[nn.Module, bool], why: Exception) -> bool:
-        """Whether what could not be traced was to hold for many sizes, so that it may be for its own alone."""
-        if key in self._static or isinstance(why.__cause__, FailOnRecompileLimitHit):
-            return False
-        dynamic = self._request.dynamic if key[1] else None
-        return dynamic is True or (dynamic is None and key in self._captured)
-
-    def _has_captured(self, key: tuple[nn.Module, bool], call: Callable[..., Any], why: str, graphs: int) -> None:
-        """``call`` has run for ``key``. ``why``: why it is for one shape at a time, which it is from now on; then there were
+    def _has_captured(self, key: Key, call: Call, why: str, graphs: int) -> None:
+        """``call`` was captured for ``key``. ``why``: why it is for one shape at a time, which it is from now on; then there were
         so many ``graphs`` before it, for several."""
-        self._captured.add(key)
-        if not why:
+        if not self._calls.settle(key, call):
             return
         module, training = key
         warnings.warn(
@@ -272,9 +250,6 @@ class CompiledModel:
             f"of its own (compile(dynamic=False) says so beforehand): {why}",
             stacklevel=7,
         )
-        self._static.add(key)
-        self._forget_graphs(self._calls[key])
-        self._calls[key] = call
         if training:
             self._forget_training(before=graphs, but=call)
 
@@ -452,12 +427,10 @@ class CompiledModel:
         self._revised = True
         self._forget_training()
 
-    def _forget_training(self, before: int | None = None, but: Callable[..., Any] | None = None) -> None:
+    def _forget_training(self, before: int | None = None, but: Call | None = None) -> None:
         """What trains is captured and planned anew: all of it, or what there was ``before`` there were so many, ``but`` one."""
         self._graphs.forget_training(before)
-        for (_, trains), call in self._calls.items():
-            if trains and call is not but:
-                self._forget_graphs(call)
+        self._calls.forget(training=True, but=but)
 
     def _lacks_room(self) -> bool:
         """Whether more forwards waited for their backwards than plans count, and none of this step does yet."""
@@ -621,13 +594,8 @@ class CompiledModel:
         self._restore.clear()
         object.__delattr__(self.model, ATTRIBUTE)
         # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
-        for call in self._calls.values():
-            self._forget_graphs(call)
+        self._calls.forget()
         self._close(timeout_s)
-
-    @staticmethod
-    def _forget_graphs(call: Callable[..., Any]) -> None:
-        reset_code(call._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
 
     def _close(self, timeout_s: float) -> None:
         self.memory.stop()

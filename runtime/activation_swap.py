@@ -26,7 +26,6 @@ import torch
 
 from lohan_fx import ops
 from lohan_fx.errors import StepError
-from lohan_fx.interrupts import interrupt_waits
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.byte_window import ByteWindow
@@ -35,6 +34,7 @@ from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
+from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.machine import SWAP_OUT_PRIORITY, Machine
 from lohan_fx.runtime.moments import Passing
 from lohan_fx.runtime.room import LEAST_BYTES

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from lohan_fx.interrupts import interrupt_waits
+from lohan_fx.runtime.interrupts import interrupt_waits
 from tests.runtime.test_in_time import interruptible
 
 
