@@ -1,6 +1,7 @@
 """trainer: Hugging Face's ``Trainer`` with checkpoints that copy nothing.
 
-``class Trainer(CheckpointMixin, transformers.Trainer)``; also before TRL's trainers. Needs transformers, which is not imported.
+``class Trainer(CheckpointMixin, transformers.Trainer)``; also before TRL's trainers. Transformers is imported where it is
+used only.
 """
 
 from __future__ import annotations
@@ -63,17 +64,19 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
     # --- what the Trainer asks of itself ----------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        from transformers.trainer_callback import ExportableState
+
         del model, trial
         self.store_flos()
         for callback in (*self.callback_handler.callbacks, self.control):
-            if callable(state := getattr(callback, "state", None)):
-                self._note(type(callback).__name__, state())
+            if isinstance(callback, ExportableState):
+                self._note(type(callback).__name__, callback.state())
         # As TrainerState.save_to_json writes it.
         text = json.dumps(dataclasses.asdict(self.state), sort_keys=True)
         checkpoint(self.model, self.optimizer, scheduler=self.lr_scheduler, extra={STATE: text})
 
     def _note(self, callback: str, state: dict[str, Any]) -> None:
-        """For ``ExportableState``: several of one class have a list."""
+        """As the Trainer does: several of one class have a list."""
         noted = self.state.stateful_callbacks
         if isinstance(noted.get(callback), list):
             noted[callback].append(state)
