@@ -98,6 +98,12 @@ def _generates(found: Figures) -> str:
 
 ROWS = (
     Row("families", "Models of Hugging Face's families train to plain PyTorch's numbers", "every bit", _families),
+    Row(
+        "families_lengths",
+        "The same, text in batches of four lengths, whose graphs hold for many sizes",
+        "every bit",
+        _families,
+    ),
     Row("generates", "Those that make text generate what plain PyTorch does", "every word", _generates),
     Row("kill9", "Killed at any moment, also by power losses, a training ends with the same bits", "100 %", _kills),
     Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
