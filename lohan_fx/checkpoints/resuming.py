@@ -145,9 +145,7 @@ def _check_parameters(engine: Engine, manifest: Manifest) -> None:
         here, there = _described(slot), saved.pop(slot.name, {})
         updates = there.pop("updates", None)
         if here != there:
-            raise ValueError(
-                f"the checkpoint is of another model: here {here}; there {there or 'nothing of that name'}"
-            )
+            raise ValueError(_difference(slot.name, here, there))
         if type(updates) is not int or updates < 0:
             raise StoreError(
                 f"checkpoint {manifest.generation}: {slot.name} has had {updates!r} updates: it is damaged"
@@ -159,6 +157,21 @@ def _check_parameters(engine: Engine, manifest: Manifest) -> None:
         wanted.update(slot.extents(_chunk_elements_of(manifest)))
     if wanted != {name: record.nbytes for name, record in manifest.extents.items()}:
         raise StoreError(f"checkpoint {manifest.generation} has other extents than its parameters need: it is damaged")
+
+
+def _difference(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What to say of a parameter that is another one in the checkpoint."""
+    if not there:
+        return f"the checkpoint is of another model: it has no parameter {name}"
+    different = [field for field in here if here[field] != there.get(field)]
+    if different and {*different} <= {"compute_dtype", "master_dtype"}:
+        was, now = (f"compute_dtype=torch.{one['compute_dtype']}" for one in (there, here))
+        return (
+            f"the checkpoint was made with {was}, and this model is compiled with {now}: compile({was}, ...) goes on; to change "
+            "it, begin anew from the weights that lohan-fx export writes"
+        )
+    said = "; ".join(f"{field} is {here[field]} here and {there.get(field)} there" for field in different)
+    return f"the checkpoint is of another model: of {name}, {said}"
 
 
 def _check_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:

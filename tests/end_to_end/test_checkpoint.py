@@ -23,7 +23,7 @@ from lohan_fx.errors import StepError, StoreError
 from lohan_fx.runtime.generation_files import generation_path, generations_in
 from lohan_fx.runtime.manifest import sealed
 from lohan_fx.runtime.store_file import STORE_NAME
-from tests.tiny import Tiny, batch, profile
+from tests.tiny import WIDTH, Tiny, batch, profile
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -248,17 +248,22 @@ def test_a_run_that_does_not_resume_leaves_the_checkpoint_alone(begin: Begin, di
     assert generations_in(directory) == [1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_another_model_is_refused(begin: Begin, directory: Path, dtype: torch.dtype) -> None:
+def test_another_model_is_refused(begin: Begin, directory: Path) -> None:
     training = begin()
     training.step()
     training.checkpoint()
     training.end()
     before = (directory / STORE_NAME).read_bytes()
-    with pytest.raises(ValueError, match="the checkpoint is of another model"):
-        begin(dtype=dtype, resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+    with pytest.raises(
+        ValueError, match=r"made with compute_dtype=torch.bfloat16, .* compile\(compute_dtype=torch.bfloat16"
+    ):
+        begin(dtype=torch.float32, resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="the checkpoint is of another model: it has no parameter weight"):
         lohan_fx.compile(nn.Linear(4, 4), profile(), nvme=directory, resume_from_checkpoint=True)
+    wider = Tiny()
+    wider.layers[0] = nn.Linear(WIDTH, WIDTH + 1)
+    with pytest.raises(ValueError, match=r"another model: of layers.0.weight, shape is .* here and .* there"):
+        lohan_fx.compile(wider, profile(), nvme=directory, resume_from_checkpoint=True)
     assert (directory / STORE_NAME).read_bytes() == before
 
 
