@@ -16,16 +16,13 @@ import dataclasses
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from report import arguments, at_least_one, finish, own_folder, profile
+from report import arguments, at_least_one, finish, in_a_process, own_folder, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan_fx
@@ -123,15 +120,6 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_a_process(case: str, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--case", case, "--layers", str(args.layers), "--rounds", str(args.rounds)]
-    ended = subprocess.run(
-        [*command, "--hw", str(hw), "--nvme", str(args.nvme)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--layers", type=at_least_one, default=24)
@@ -144,7 +132,7 @@ def main() -> None:
     with own_folder(args):
         path = args.nvme / "profile.toml"
         profile(args).save(path)
-        cases = [in_a_process(case, args, path) for case in HOMES]
+        cases = [in_a_process(__file__, case, args, path, ("layers", "rounds")) for case in HOMES]
     in_place_s = cases[0]["step_s"]
     rows = [
         (

@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import arguments, at_least_one, finish, own_folder, profile
+from report import arguments, at_least_one, finish, in_a_process, own_folder, profile
 from workload import LR, SIZES, Workload, dtype_argument, memory_bytes
 
 import lohan_fx
@@ -29,6 +26,7 @@ from lohan_fx.compile import compiled
 BATCH, SHORTEST, LONGEST = 8, 16, 128
 MANY, EACH, PADDED = "many sizes", "each shape", "padded"
 WAYS: dict[str, bool | None] = {MANY: None, EACH: False, PADDED: None}
+OPTIONS = ("steps", "size", "dtype", "host_memory")
 
 
 def lengths_of(steps: int) -> list[int]:
@@ -75,15 +73,6 @@ def measured(way: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_a_process(way: str, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
-    options = ("steps", "size", "dtype", "host_memory", "nvme")
-    given = [text for name in options for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
-    command = [sys.executable, __file__, "--case", way, "--hw", str(hw), *given]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 def said_of(found: dict[str, Any]) -> str:
     alone = "no step without a capture"
     if found["s_per_token"] is not None:
@@ -119,7 +108,7 @@ def main() -> None:
     with own_folder(args):
         path = args.nvme / "profile.toml"
         profile(args).save(path)
-        cases = {way: in_a_process(way, args, path) for way in WAYS}
+        cases = {way: in_a_process(__file__, way, args, path, OPTIONS) for way in WAYS}
     saved = cases[EACH]["seconds"] / cases[MANY]["seconds"]
     rows = [(way, said_of(found)) for way, found in cases.items()]
     rows.append(("each shape / many sizes", f"{saved:.2f}x"))

@@ -54,6 +54,15 @@ def at_least_one(given: str) -> int:
     return count
 
 
+def in_a_process(script: str, case: str, args: argparse.Namespace, hw: Path, options: Sequence[str]) -> dict[str, Any]:
+    """The JSON that ``script --case`` prints last in a process of its own, with those ``options`` of ``args``."""
+    given = [text for name in options for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    command = [sys.executable, script, "--case", case, "--hw", str(hw), "--nvme", str(args.nvme), *given]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
 @contextmanager
 def own_folder(args: argparse.Namespace) -> Iterator[None]:
     """``args.nvme`` is a new folder in the one that was given, until the end: then what still runs of ours is killed, and

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,22 +52,19 @@ class Buffered:
         self._bound: torch.Tensor | None = None
 
     def __call__(self, args: list[Any]) -> Any:
-        with self._workspace.borrowed(self._nbytes) if self._fit(args) else contextlib.nullcontext() as memory:
-            if memory is None:
-                self._in_heap = self._in_heap or boxed(_copy(self._graph))
-                return self._in_heap(args)
-            if memory is not self._bound:
-                self._bind(memory)
-            return self._in_workspace(args)
+        sizes = self._sizes.of(args) if self._changing else self._sizes.planned
+        if all(map(operator.le, sizes, self._sizes.planned)):
+            with self._workspace.borrowed(self._nbytes) as memory:
+                if memory is not None and self._fit(sizes):
+                    if memory is not self._bound:
+                        self._bind(memory)
+                    return self._in_workspace(args)
+        self._in_heap = self._in_heap or boxed(_copy(self._graph))
+        return self._in_heap(args)
 
-    def _fit(self, args: Sequence[Any]) -> bool:
-        """Whether the values of a call with ``args`` fit into their places, and are shaped as it needs them. Those of smaller
+    def _fit(self, sizes: Sizes) -> bool:
+        """Whether the values of a call of ``sizes`` fit into their places, and are shaped as it needs them. Those of smaller
         inputs may be larger: what a decoder fills up to a given length."""
-        if not self._changing:
-            return True
-        sizes = self._sizes.of(args)
-        if any(map(operator.gt, sizes, self._sizes.planned)):
-            return False
         if sizes != self._shaped_for:
             # Whatever interrupts this has all of it done again.
             self._bound = self._shaped_for = None

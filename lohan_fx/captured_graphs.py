@@ -15,8 +15,8 @@ class CapturedGraphs:
     """``plans[i]`` is that of ``halves[i]``, the oldest first. All of them may run again, and memory holds all of them, while the
     parameters are where the newest plan has them.
 
-    ``left_bytes``: what the process had beside what plans name when graphs were last forgotten. Their objects were freed, but
-    they had lain among others that live, so that the memory is left for what is captured next.
+    ``left_bytes``: what graphs that were forgotten have left. Their objects were freed, but they had lain among others that live,
+    so that the memory is there for what is captured next.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,16 @@ class CapturedGraphs:
         that came before ``halves[before]``."""
         trained = [self.halves[index] for index in self.training() if before is None or index < before]
         counted = sum(captured_again_bytes(len(o.parameters), symbolic=is_symbolic(o.forward)) for o in trained)
-        first = request.budgets.fixed_bytes - staging_bytes(request.windows, shared=request.budgets.shared)
-        return max(counted, self.left_bytes - first)
+        return max(counted, self.left_bytes - _first_bytes(request))
+
+    def captured_bytes(self, request: Request) -> int:
+        """What all captures are counted with, and one more."""
+        return _first_bytes(request) + self.others_bytes(request)
+
+    def have_left(self, now_bytes: int, most_bytes: int) -> None:
+        """Graphs are forgotten, and the process has ``now_bytes`` that no plan names: what they have left, but for what is the
+        caller's own. They had taken no more than ``most_bytes``, or what is left of others."""
+        self.left_bytes = min(now_bytes, max(most_bytes, self.left_bytes))
 
     def least_homes(self) -> tuple[ParameterPlan, ...]:
         """Where the training plan that keeps least in memory has the parameters; empty without any."""
@@ -71,3 +79,8 @@ class CapturedGraphs:
             if plan.prediction is not None
         ]
         return min(rest, default=None)
+
+
+def _first_bytes(request: Request) -> int:
+    """What ``request`` counts for the first capture."""
+    return request.budgets.fixed_bytes - staging_bytes(request.windows, shared=request.budgets.shared)

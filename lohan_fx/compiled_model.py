@@ -236,8 +236,6 @@ class CompiledModel:
         )
         self._replan = None
         self._forget_training()
-        self._tidy_up()
-        self._graphs.left_bytes = max(self._graphs.left_bytes, self.memory.left_bytes())
 
     def _has_captured(self, key: Key, call: Call, why: str, graphs: int) -> None:
         """``call`` was captured for ``key``. ``why``: why it is for one shape at a time, which it is from now on; then there were
@@ -248,7 +246,7 @@ class CompiledModel:
         warnings.warn(
             f"{type(module).__name__} cannot be traced for inputs of several sizes at once, so each shape gets graphs and a plan "
             f"of its own (compile(dynamic=False) says so beforehand): {why}",
-            stacklevel=7,
+            stacklevel=6,
         )
         if training:
             self._forget_training(before=graphs, but=call)
@@ -322,9 +320,19 @@ class CompiledModel:
 
     def _save_pretrained(self, original: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Transformers notes the dtype that the model computes in, and would load in it what is written, the masters."""
+        if kwargs.get("push_to_hub"):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) would upload a config that names another dtype than the weights have: call "
+                "model.push_to_hub(...) instead"
+            )
         returned = original(save_directory, *args, **kwargs)
-        if any(slot.master_dtype is torch.float32 for slot in self.engine.slots.values()):
-            note_dtype(Path(save_directory), self._request.compute_dtype, "float32")
+        given = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
+        saved = {value.dtype for value in (given or {}).values() if value.is_floating_point()}
+        if given is None:
+            saved = {slot.master_dtype for slot in self.engine.slots.values()}
+        if saved:
+            widest = max(saved, key=lambda dtype: dtype.itemsize)
+            note_dtype(Path(save_directory), self._request.compute_dtype, str(widest).removeprefix("torch."))
         return returned
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
@@ -429,8 +437,11 @@ class CompiledModel:
 
     def _forget_training(self, before: int | None = None, but: Call | None = None) -> None:
         """What trains is captured and planned anew: all of it, or what there was ``before`` there were so many, ``but`` one."""
+        most_bytes = self._graphs.captured_bytes(self._request)
         self._graphs.forget_training(before)
         self._calls.forget(training=True, but=but)
+        self._tidy_up()
+        self._graphs.have_left(self.memory.left_bytes(), most_bytes)
 
     def _lacks_room(self) -> bool:
         """Whether more forwards waited for their backwards than plans count, and none of this step does yet."""

@@ -59,6 +59,7 @@ class Adam(torch.optim.Optimizer):
             "decoupled_weight_decay": self._decoupled,
         }  # fmt: skip
         self._engine: Engine | None = None
+        self._owner: Any = None
         self._group_of: dict[int, int] | None = None
         self.steps_done = 0
         self.parts = Parts()
@@ -97,7 +98,7 @@ class Adam(torch.optim.Optimizer):
                     f"{parameter.parameter_name} is of another compiled model than the parameters before it: "
                     "create one optimizer per model"
                 )
-            found = engine
+            found, self._owner = engine, parameter.owner
         return found
 
     def _options(self, slot: int) -> AdamOptions | None:
@@ -172,8 +173,8 @@ class Adam(torch.optim.Optimizer):
         shells = [shell for group in self.param_groups for shell in group["params"] if shell.slot in updated]
         torch.autograd.graph.increment_version(shells)
         if self._engine.wear.is_spent(reserved_bytes(self._engine)):
-            first: Any = next(shell for group in self.param_groups for shell in group["params"])
-            raise stopped_by_wear(self, first.owner.model)
+            assert self._owner is not None
+            raise stopped_by_wear(self, self._owner.model)
         return loss
 
     def _count(self) -> None:

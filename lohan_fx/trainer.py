@@ -13,8 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lohan_fx.checkpoints.checkpoint import checkpoint, resumable_extra, resume
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lohan_fx.checkpoints.checkpoint import Resumed, checkpoint, resumable, resume
 from lohan_fx.checkpoints.random_state import Generators, random_state
+from lohan_fx.checkpoints.training_state import Parts
+from lohan_fx.optim import Adam
 
 if TYPE_CHECKING:
     Base = Any
@@ -23,6 +27,8 @@ else:
 
 STATE = "transformers_trainer_state"
 STATE_FILE = "trainer_state.json"
+STEPS = "optimizer_steps"
+"""Those that the optimizer had done at the Trainer's ``global_step``."""
 
 
 class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transformers' types
@@ -35,6 +41,7 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
     """
 
     _generators: Generators | None = None
+    _announced = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """As the Trainer's. Raises ``ValueError`` for the path of a checkpoint, where the checkpoint is of another loop, and
@@ -49,19 +56,23 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
                 "load_best_model_at_end=True needs copies of the weights, which this Trainer does not make: leave it out, or use "
                 "transformers.Trainer without CheckpointMixin, which copies the model into RAM at each checkpoint"
             )
-        found, extra = resumable_extra(self.model)
-        if not found:
+        self._announced = False
+        found = resumable(self.model)
+        if found is None:
             return super().train(None, *args, **options)
-        if not isinstance(extra, dict) or not isinstance(extra.get(STATE), str):
-            raise ValueError(
-                "the checkpoint that the model was compiled from was not made by a Trainer with CheckpointMixin: continue it by "
-                "lohan_fx.resume(model, optimizer, ...) and the loop that made it"
-            )
         with TemporaryDirectory(prefix="lohan_fx_trainer_") as folder:
-            Path(folder, STATE_FILE).write_text(extra[STATE])
+            Path(folder, STATE_FILE).write_text(json.dumps(_state_in(found)))
             return super().train(folder, *args, **options)
 
     # --- what the Trainer asks of itself ----------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        adam = self._adam()
+        if not self._announced and isinstance(adam, Adam):
+            # A step that reaches ``max_bytes_written`` makes a checkpoint itself.
+            adam.parts = Parts(self.lr_scheduler, None, self._extra())
+            self._announced = True
+        return super().training_step(*args, **options)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         from transformers.trainer_callback import ExportableState
@@ -71,9 +82,16 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
                 self._note(type(callback).__name__, callback.state())
+        checkpoint(self.model, self.optimizer, scheduler=self.lr_scheduler, extra=self._extra())
+
+    def _extra(self) -> dict[str, Any]:
         # As TrainerState.save_to_json writes it.
         text = json.dumps(dataclasses.asdict(self.state), sort_keys=True)
-        checkpoint(self.model, self.optimizer, scheduler=self.lr_scheduler, extra={STATE: text})
+        return {STATE: text, STEPS: self._adam().steps_done}
+
+    def _adam(self) -> Any:
+        """The optimizer inside accelerate's."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _note(self, callback: str, state: dict[str, Any]) -> None:
         """As the Trainer does: several of one class have a list."""
@@ -88,10 +106,25 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            resume(self.model, self.optimizer, scheduler=self.lr_scheduler)
+            found = resume(self.model, self.optimizer, scheduler=self.lr_scheduler)
+            if found is not None and found.stopped_in_step and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                self.lr_scheduler.step()  # which comes after ``optimizer.step()``
             self._generators = Generators.of(random_state())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Once batches that were seen are skipped, for which generators may have been drawn from."""
         if checkpoint is not None and self._generators is not None:
             self._generators.set()
+
+
+def _state_in(found: Resumed) -> Any:
+    """The Trainer's state in a checkpoint. One that ``optimizer.step()`` made has that of the last one before, and more steps."""
+    extra = found.extra
+    if not isinstance(extra, dict) or not isinstance(extra.get(STATE), str) or type(extra.get(STEPS)) is not int:
+        raise ValueError(
+            "the checkpoint that the model was compiled from was not made by a Trainer with CheckpointMixin: continue it by "
+            "lohan_fx.resume(model, optimizer, ...) and the loop that made it"
+        )
+    state = json.loads(extra[STATE])
+    state["global_step"] += found.step - extra[STEPS]
+    return state

@@ -58,7 +58,7 @@ def _takes_most_as_traced(gm: GraphModule, inputs: Sequence[torch.SymInt]) -> bo
     for share in SHARES_TRIED:
         less = {symbol: max(min(2, size), int(share * size)) for symbol, size in traced.items()}
         for tried in (less, *(traced | {symbol: size} for symbol, size in less.items())):
-            if any(_at(nbytes, tried) > max(NEGLIGIBLE_BYTES, _at(nbytes, traced)) for nbytes in takes):
+            if any(_at(nbytes, tried) > _at(nbytes, traced) + NEGLIGIBLE_BYTES for nbytes in takes):
                 return False
     return True
 

@@ -23,5 +23,5 @@ def interrupt_waits() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if came:
-        handler(*came[-1])
+        if came:
+            handler(*came[-1])

@@ -123,10 +123,15 @@ def resume(
     return found
 
 
-def resumable_extra(model: nn.Module) -> tuple[bool, Any]:
-    """Whether ``compile`` found a checkpoint that ``resume`` has not taken up yet, and the ``extra`` that it holds."""
-    state = compiled(model).engine.resumed
-    return (False, None) if state is None else (True, decoded(state["extra"]))
+def resumable(model: nn.Module) -> Resumed | None:
+    """What ``resume`` will find, if ``compile`` found a checkpoint and it is not taken up yet."""
+    engine = compiled(model).engine
+    state, number = engine.resumed, engine.store.committed
+    if state is None:
+        return None
+    return Resumed(
+        saved_count(state, "step", number), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True
+    )
 
 
 def _unwrapped(engine: Engine, optimizer: Adam) -> Adam:

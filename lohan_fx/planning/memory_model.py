@@ -42,25 +42,34 @@ def at_home_bytes(plan: Plan) -> tuple[int, ...]:
 
 def with_less_at_home(plan: Plan, most_bytes: int) -> Plan:
     """``plan`` with as many states, and then parameters, on NVMe, the largest first, that it keeps no more than ``most_bytes`` of
-    host memory for good. Raises ``InfeasiblePlan`` where what is not theirs takes more."""
+    host memory for good; where parameters leave, with room for the largest of them, which graphs then fetch that counted on it.
+    Raises ``InfeasiblePlan`` where what is not theirs takes more."""
     places = (Tier.HOST, Tier.DEVICE) if plan.device == "cpu" else (Tier.HOST,)
+    parameters, over = list(plan.parameters), at_home_bytes(plan)[-1] - most_bytes
     for what in ("states_home", "home"):
-        for index in sorted(range(len(plan.parameters)), key=lambda index: -plan.parameters[index].numel):
-            if at_home_bytes(plan)[-1] <= most_bytes:
-                return plan
-            p = plan.parameters[index]
-            if getattr(p, what) in places:
+        fetched = 0
+        for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel):
+            if over + fetched <= 0:
+                return dataclasses.replace(plan, parameters=tuple(parameters))
+            p = moved = parameters[index]
+            if what == "states_home" and p.states_home in places:
+                moved = dataclasses.replace(p, states_home=Tier.NVME, updated_twice=False)
+            elif what == "home" and p.home in places:
                 moved = dataclasses.replace(p, home=Tier.NVME)
-                if what == "states_home":
-                    moved = dataclasses.replace(p, states_home=Tier.NVME, updated_twice=False)
-                parameters = (*plan.parameters[:index], moved, *plan.parameters[index + 1 :])
-                plan = dataclasses.replace(plan, parameters=parameters)
-    if (over := at_home_bytes(plan)[-1] - most_bytes) > 0:
+                fetched = max(fetched, p.bytes if plan.device == "cpu" else 0)
+            over -= _in_host_memory(p, plan.device) - _in_host_memory(moved, plan.device)
+            parameters[index] = moved
+    if over + fetched > 0:
         raise InfeasiblePlan(
-            f"host_memory={plan.host_memory_bytes:,} bytes is {over:,} short: the graphs of earlier shapes may run again, and "
-            "there is one more capture beside them; pad batches to fewer sizes, or begin with the largest"
+            f"host_memory={plan.host_memory_bytes:,} bytes is {over + fetched:,} short: the graphs of earlier shapes may run "
+            "again, and there is one more capture beside them; pad batches to fewer sizes, or begin with the largest"
         )
-    return plan
+    return dataclasses.replace(plan, parameters=tuple(parameters))
+
+
+def _in_host_memory(p: ParameterPlan, device: str) -> int:
+    in_device, in_host = parameter_bytes(p, device)
+    return in_host + (in_device if device == "cpu" else 0)
 
 
 def lowest_tier(plan: Plan) -> Tier:

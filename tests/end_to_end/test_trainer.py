@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 import lohan_fx
 from lohan_fx.compile import compiled
-from lohan_fx.errors import StepError
+from lohan_fx.errors import StepError, WearBudgetExceeded
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.trainer import CheckpointMixin
 from tests.end_to_end.models import GPT2_SHALLOW, TOKENS, VOCABULARY
@@ -184,6 +184,29 @@ def test_the_trainer_goes_on_where_its_last_checkpoint_was(
     assert logged(again) == logged(plain)  # those from before the checkpoint are in it
     assert_same_weights(weights_of(model), weights_of(reference))
     assert not list(Path(again.args.output_dir).glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_it_goes_on_after_a_step_that_reached_the_budget_of_writes(
+    stop: int, trainer: Any, begin: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That step made a checkpoint before the Trainer had counted it: before its first one, or after."""
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, "lr_scheduler_type": "cosine"}
+    reference = GPT2_SHALLOW.build()
+    plain = trainer(reference, torch.optim.AdamW(reference.parameters(), lr=LR), **{**arguments, "save_strategy": "no"})
+    plain.train()
+    model, optimizer = begin(nvme=directory, checkpoints=1, max_bytes_written="1TB")
+    with lohan_fx.releasing(model):
+        monkeypatch.setattr(compiled(model).engine.wear, "is_spent", lambda _: optimizer.steps_done == stop)
+        with pytest.raises(WearBudgetExceeded):
+            trainer(model, optimizer, kind=Committing, **arguments).train()
+    model, optimizer = begin(nvme=directory, resume_from_checkpoint=True)
+    with lohan_fx.releasing(model):
+        again = trainer(model, optimizer, kind=Committing, **arguments)
+        again.train()
+    assert again.state.global_step == optimizer.steps_done == 8
+    assert logged(again)[stop - 8 :] == logged(plain)[stop:]
+    assert_same_weights(weights_of(model), weights_of(reference))
 
 
 class CountsSteps(transformers.TrainerCallback, ExportableState):

@@ -61,13 +61,25 @@ def test_each_capture_counts_for_the_plans_after_it(found: Captured, asked: Requ
 def test_what_forgotten_graphs_have_left_is_there_for_the_next(found: Captured, asked: Request) -> None:
     graphs = CapturedGraphs()
     again = captured_again_bytes(len(found.parameters), symbolic=False)
-    graphs.left_bytes = CAPTURED_BYTES + 2 * again + 1
+
+    def forget(now_bytes: int) -> None:
+        most_bytes = graphs.captured_bytes(asked)
+        graphs.forget_training()
+        graphs.have_left(now_bytes, most_bytes)
+
+    for _ in range(3):
+        graphs.add(*compiled(found, asked))
+    forget(CAPTURED_BYTES + 2 * again + 1)
     for _ in range(3):
         assert graphs.others_bytes(asked) == 2 * again + 1
         graphs.add(*compiled(found, asked))
     assert graphs.others_bytes(asked) == 3 * again
-    graphs.left_bytes = CAPTURED_BYTES - 1
-    graphs.forget_training()
+    forget(1 << 40)  # what the caller has come to hold is none of ours
+    assert graphs.others_bytes(asked) == 3 * again
+    graphs.add(*compiled(found, asked))
+    forget(CAPTURED_BYTES + 2 * again)  # and more of it may be free by now
+    assert graphs.others_bytes(asked) == 2 * again
+    forget(CAPTURED_BYTES - 1)
     assert graphs.others_bytes(asked) == 0
 
 

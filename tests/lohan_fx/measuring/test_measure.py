@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,16 @@ def test_measure_cuda() -> None:
     assert profile.device_name == torch.cuda.get_device_name()
     assert all(0 < number < math.inf for number in _numbers(profile))
     assert profile.matmul_rate(torch.bfloat16) > profile.matmul_rate(torch.float32)
+
+
+def test_one_slow_matmul_does_not_end_the_search_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def seconds_of(run: partial[object], device: str) -> float:
+        sizes.append(run.args[0].shape[0])
+        return 1.0 if len(sizes) == 1 else 1e-9
+
+    monkeypatch.setattr(measure, "_seconds_of", seconds_of)
+    monkeypatch.setattr(measure, "_median_seconds", lambda run, device, seconds: 1.0)
+    assert measure._matmul_flops_per_s(torch.float32, "cpu", 1.0) == 2 * 2048**3
+    assert sizes[:2] == [256, 256] and max(sizes) <= 2048

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,15 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refuse)
 
 
-def test_a_single_path_is_not_a_sequence_of_directories(tmp_path: Path) -> None:
-    for wrong in (str(tmp_path), tmp_path, 3):
-        with pytest.raises(TypeError, match=r"expected a sequence of directories, such as \['/mnt/nvme0'\]"):
-            HardwareProfile.measure(wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("single", [str, Path])
+def test_a_single_path_is_one_directory(tmp_path: Path, single: Callable[[Path], str | Path]) -> None:
+    with pytest.raises(ValueError, match=r"nvme directory '.*/nowhere' does not exist or is not a directory"):
+        HardwareProfile.measure(single(tmp_path / "nowhere"))
+
+
+def test_what_is_no_directory_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a sequence of directories, such as \['/mnt/nvme0'\]"):
+        HardwareProfile.measure(3)  # type: ignore[arg-type]
 
 
 def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:

@@ -42,23 +42,26 @@ def on_nvme(found: Plan, what: str) -> set[str]:
 def test_states_leave_before_parameters_and_the_largest_first(home: Tier) -> None:
     all_at_home = plan("cpu", home, home)
     assert at_home_bytes(all_at_home) == (AT_HOME,)
-    assert with_less_at_home(all_at_home, AT_HOME) is all_at_home
+    assert with_less_at_home(all_at_home, AT_HOME) == all_at_home
 
     without_one = with_less_at_home(all_at_home, AT_HOME - 1)
     assert on_nvme(without_one, "states_home") == {"large"} and not on_nvme(without_one, "home")
     assert at_home_bytes(without_one) == (AT_HOME - 12 * 1000,)
 
-    without_states = with_less_at_home(all_at_home, AT_HOME - 12 * 1015 - 1)
-    assert on_nvme(without_states, "states_home") == {"small", "large", "held"}
-    assert on_nvme(without_states, "home") == {"large"}
-    frozen = next(p for p in without_states.parameters if p.name == "frozen")
-    assert frozen.states_home is None
+    without_states = with_less_at_home(all_at_home, AT_HOME - 12 * 1015)
+    assert on_nvme(without_states, "states_home") == {"small", "large", "held"} and not on_nvme(without_states, "home")
 
 
-def test_a_gradient_that_waits_cannot_leave() -> None:
-    assert at_home_bytes(with_less_at_home(plan("cpu", Tier.HOST, Tier.HOST), 20)) == (20,)
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
+def test_there_is_room_for_the_largest_parameter_that_left(home: Tier) -> None:
+    """Graphs that counted on it at home fetch it now."""
+    largest, parameters = 2 * 1000, AT_HOME - 12 * 1015
+    found = with_less_at_home(plan("cpu", home, home), parameters - 2 * 100)
+    assert on_nvme(found, "home") == {"large", "frozen"} and at_home_bytes(found) == (parameters - 2 * 1100,)
+    assert at_home_bytes(with_less_at_home(plan("cpu", home, home), largest + 20)) == (20,)
     with pytest.raises(InfeasiblePlan, match=r"1 short.*earlier shapes"):
-        with_less_at_home(plan("cpu", Tier.HOST, Tier.HOST), 19)
+        with_less_at_home(plan("cpu", home, home), largest + 19)
+    assert {p.name for p in found.parameters if p.states_home is None} == {"frozen"}
 
 
 def test_what_a_gpu_keeps_is_not_host_memory() -> None:
