@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,10 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
         if checkpoint is not None:
             found = resume(self.model, self.optimizer, scheduler=self.lr_scheduler)
             if found is not None and found.stopped_in_step and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step()  # which comes after ``optimizer.step()``
+                # It comes after ``optimizer.step()``, which the process before has done: PyTorch warns of that.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                    self.lr_scheduler.step()
             self._generators = Generators.of(random_state())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

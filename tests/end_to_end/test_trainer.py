@@ -186,6 +186,7 @@ def test_the_trainer_goes_on_where_its_last_checkpoint_was(
     assert not list(Path(again.args.output_dir).glob("checkpoint-*"))
 
 
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("stop", [1, 5])
 def test_it_goes_on_after_a_step_that_reached_the_budget_of_writes(
     stop: int, trainer: Any, begin: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
