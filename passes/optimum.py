@@ -13,6 +13,7 @@ Numbers in, numbers out. Solved by HiGHS through scipy:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +42,8 @@ TIME_LIMIT_S = 20.0
 """For problems whose nodes take far longer than others'."""
 TIDYING, TIDY_GAP = 0.2, 1e-3
 """Share of the nodes, and gap, of the second search, which among equally fast decisions looks for those that work least."""
+WORTH_S = 1e-9
+"""Less work than this is none."""
 ROUNDINGS = 3
 """How often a solution that is too large by rounding is made again."""
 
@@ -67,6 +70,34 @@ def relaxed(model: Model) -> Solution | None:
 def _over(model: Model, quantities: Adds) -> dict[Quantity, float]:
     over = {quantity: quantities[quantity] - limit for quantity, limit in model.limits.items()}
     return {quantity: nbytes for quantity, nbytes in over.items() if nbytes > 0}
+
+
+def _without_needless_work(model: Model, found: Solution) -> Solution:
+    """``found`` without what the gap left: of each group, as many as the limits allow take another option where that is less work
+    and makes nothing slower. One gradient on NVMe, beside memory that is free, would need a drive for nothing."""
+    costs = model.seconds_of_all.per
+    placed, treated = ([list(counts) for counts in group] for group in (found.placed, found.treated))
+    groups = [
+        *zip(placed, (size.options for size in model.sizes), strict=True),
+        *zip(treated, (thing.options for thing in model.things), strict=True),
+    ]
+    now: Adds = found.quantities
+    for counts, options in groups:
+        for one, other in itertools.permutations(range(len(options)), 2):
+            moves = {q: options[other].get(q, 0.0) - options[one].get(q, 0.0) for q in {*options[one], *options[other]}}
+            if not counts[one] or sum(costs[q] * move for q, move in moves.items()) > -WORTH_S:
+                continue
+            fit = [(limit - now[q]) // moves[q] for q, limit in model.limits.items() if moves.get(q, 0.0) > 0.0]
+            many = max(0.0, min([counts[one], *fit]))
+            then = {q: nbytes + many * moves.get(q, 0.0) for q, nbytes in now.items()}
+            if many and model.seconds(then) <= model.seconds(now):
+                counts[one], counts[other], now = counts[one] - many, counts[other] + many, then
+    counted = tuple(map(tuple, placed)), tuple(map(tuple, treated))
+    quantities = quantities_of(model, found.saved, *counted)
+    seconds = model.seconds(quantities)
+    return Solution(
+        found.saved, *counted, quantities, seconds, min(found.bound_s, seconds), found.exact, found.per_byte_s
+    )
 
 
 class _Program:
@@ -177,7 +208,7 @@ class _Program:
             return fastest
         tidy = self._solution(np.round(result.x), bound_s, exact=fastest.exact)
         slower, more = tidy.seconds > fastest.seconds * (1 + gap), _over(self.model, tidy.quantities)
-        return fastest if slower or more else tidy
+        return _without_needless_work(self.model, fastest if slower or more else tidy)
 
     def relax(self) -> Solution | None:
         matrix, low, high = self._matrix()

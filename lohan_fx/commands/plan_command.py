@@ -272,8 +272,8 @@ def _captured(
         with libraries_silenced():
             with contextlib.nullcontext() if source.is_code else _no_warnings():
                 example = source.make(batch, seq)
-            model = with_lean_loss(example.model) if lean else example.model
             with _no_warnings():
+                model = with_lean_loss(example.model) if lean else example.model
                 capture = meta_capture(model, example.inputs, compute_dtype=dtype, device=device)
     except (CaptureError, TorchDynamoException) as error:
         if source.is_code:

@@ -32,6 +32,7 @@ from lohan_fx.planning.predict import work_of
 from lohan_fx.policies import named
 from lohan_fx.request import Request
 from lohan_fx.simulation.simulator import Simulation, simulate
+from lohan_fx.units import format_bytes
 
 YEAR_S = 365 * 86400
 ENDURANCE_WRITES = 5 * 365
@@ -91,20 +92,31 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
+        """By formula."""
         return self.prediction.step_s
 
     @property
+    def expected_s(self) -> float:
+        """What a step is expected to take, which throughput, wear and costs are by: as simulated, where it was."""
+        return self.step_s if self.simulation is None else self.simulation.step_s
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.subject.tokens / self.step_s
+        return self.subject.tokens / self.expected_s
 
     @property
     def samples_per_s(self) -> float:
-        return self.subject.samples / self.step_s
+        return self.subject.samples / self.expected_s
+
+    @property
+    def units_per_s(self) -> float:
+        """Tokens where the model has them, else samples."""
+        return self.tokens_per_s if self.subject.unit == "tokens" else self.samples_per_s
 
     @property
     def flops_per_s(self) -> float:
         """Of the model's own work: what is recomputed does not count."""
-        return self.prediction.flops / self.step_s
+        return self.prediction.flops / self.expected_s
 
     @property
     def stages(self) -> dict[str, Stage]:
@@ -123,7 +135,7 @@ class Forecast:
         if not self.prediction.nvme_write_bytes or not self.asked.hw.nvme:
             return None
         endurance_bytes = ENDURANCE_WRITES * sum(drive.drive_bytes or 0 for drive in self.asked.hw.nvme)
-        return endurance_bytes / (self.prediction.nvme_write_bytes / self.step_s) / YEAR_S
+        return endurance_bytes / (self.prediction.nvme_write_bytes / self.expected_s) / YEAR_S
 
     @property
     def machine_usd(self) -> float | None:
@@ -135,13 +147,36 @@ class Forecast:
         """Per million tokens, or samples where the model has no tokens."""
         if self.machine_usd is None:
             return None
-        units_per_s = self.tokens_per_s if self.subject.unit == "tokens" else self.samples_per_s
-        return self.machine_usd / (PRICE_YEARS * YEAR_S) / units_per_s * 1e6
+        return self.machine_usd / (PRICE_YEARS * YEAR_S) / self.units_per_s * 1e6
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the numbers do not say by themselves."""
+        return (*self.subject.capture.notes, *self.plan.notes, *_notes_on(self.asked))
 
     @property
     def lowest_tier(self) -> Tier:
         """The slowest tier that the plan needs."""
         return lowest_tier(self.plan)
+
+
+def _notes_on(asked: Asked) -> list[str]:
+    """That it asks for more than there is, and what a step is."""
+    hw, notes = asked.hw, []
+    for tier, promised, there_is in (
+        ("host", asked.host_memory_bytes, hw.host_memory_bytes),
+        ("device", asked.device_memory_bytes, hw.device_memory_bytes),
+    ):
+        if promised is not None and promised > there_is:
+            notes.append(
+                f"{tier}_memory={format_bytes(promised)} is more than {hw.name!r} has, which is {format_bytes(there_is)}"
+            )
+    if asked.forwards > 1:
+        notes.append(
+            f"memory is for {asked.forwards} forwards whose backwards wait; seconds and traffic are those of a step with one "
+            "forward and its backward"
+        )
+    return notes
 
 
 def forecast(subject: Subject, asked: Asked) -> Forecast:

@@ -40,7 +40,7 @@ def forecast_text(found: Forecast) -> str:
         f"policy {found.plan.policy}",
         f"on {hw.name}: {hw.device_name}, {format_bytes(found.plan.host_memory_bytes)} of host memory and "
         f"{format_bytes(found.plan.device_memory_bytes)} of the device's to use, {_counted(len(hw.nvme), 'drive')}",
-        *(f"note: {note}" for note in (*subject.capture.notes, *found.plan.notes)),
+        *(f"note: {note}" for note in found.notes),
         "",
         *table(["", ""], [["  " + name, value] for name, value in _answers(found)], left=(0, 1))[1:],
         "",
@@ -113,10 +113,10 @@ def _why_simulated_differs(simulation: Simulation, formula_s: float) -> list[tup
 
 
 def _throughput(found: Forecast) -> str:
-    subject = found.subject
+    subject, by = found.subject, "by formula" if found.simulation is None else "as simulated"
     if subject.unit == "images":
-        return f"{format_rate(found.samples_per_s)} images/s ({format_rate(found.tokens_per_s)} tokens/s)"
-    return f"{format_rate(found.tokens_per_s)} {_COUNTS[subject.unit]}"
+        return f"{format_rate(found.samples_per_s)} images/s ({format_rate(found.tokens_per_s)} tokens/s), {by}"
+    return f"{format_rate(found.tokens_per_s)} {_COUNTS[subject.unit]}, {by}"
 
 
 def format_rate(per_s: float) -> str:
@@ -222,6 +222,7 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "windows": dataclasses.asdict(found.plan.windows),
         "division": _division_data(found.plan.division),
         "disk_bytes": found.disk_bytes,
+        "forwards": found.asked.forwards,
         "checkpoints": found.asked.checkpoints,
         "bytes_per_checkpoint": stored_bytes(found.plan),
         "nvme_read_bytes": prediction.nvme_read_bytes,
@@ -229,7 +230,7 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "wear_years": found.wear_years,
         "usd_per_million_tokens": found.usd_per_million if found.subject.unit == "tokens" else None,
         "usd_per_million_samples": None if found.subject.unit == "tokens" else found.usd_per_million,
-        "notes": [*found.subject.capture.notes, *found.plan.notes],
+        "notes": list(found.notes),
     }
 
 

@@ -69,7 +69,7 @@ def compare(subject_of: SubjectOf, asked: Asked, policies: str) -> list[Row]:
     cases = [(name, dataclasses.replace(asked, policy=name)) for name in dict.fromkeys(names)]
     subject = subject_of(None, None)
     rows = [attempt(name, functools.partial(forecast, subject, case)) for name, case in cases]
-    return sorted(rows, key=lambda row: row.found.step_s if row.found else float("inf"))
+    return sorted(rows, key=lambda row: row.found.expected_s if row.found else float("inf"))
 
 
 def vary(subject_of: SubjectOf, asked: Asked, spec: str) -> list[Row]:
@@ -155,9 +155,8 @@ def _changed(asked: Asked, name: str, value: Any) -> Asked:
     if name == "ssds":
         if not hw.nvme:
             raise ValueError(f"--vary ssds: the hardware profile {hw.name!r} has no drive to take more of")
-        return dataclasses.replace(
-            asked, hw=dataclasses.replace(hw, name=f"{hw.name}, {value} drives", nvme=hw.nvme[:1] * value)
-        )
+        drives = (hw.nvme + hw.nvme[:1] * value)[:value]
+        return dataclasses.replace(asked, hw=dataclasses.replace(hw, name=f"{hw.name}, {value} drives", nvme=drives))
     if name == "host_memory":
         return dataclasses.replace(asked, host_memory_bytes=value)
     if name == "device_memory":
@@ -219,7 +218,7 @@ def _below_the_limit(found: Mapping[int, Row]) -> int | None:
 
 
 def _rate(row: Row) -> float:
-    return row.found.samples_per_s if row.found else 0.0
+    return row.found.units_per_s if row.found else 0.0
 
 
 def max_model(subjects: Sequence[tuple[str, Callable[[], Subject]]], asked: Asked) -> list[Row]:
@@ -265,7 +264,7 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
                 str(found.lowest_tier),
                 format_seconds(found.step_s),
                 simulated,
-                format_rate(found.tokens_per_s if found.subject.unit == "tokens" else found.samples_per_s),
+                format_rate(found.units_per_s),
                 f"{found.flops_per_s / 1e12:,.1f}",
                 binds,
                 format_bytes(found.prediction.peak_bytes["host"]),

@@ -30,10 +30,7 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
     top, bottom = figure.subplots(2, 1)
     labels = [row.label for row in rows]
     unit = found[0][1].subject.unit
-    rates = [
-        0.0 if row.found is None else row.found.tokens_per_s if unit == "tokens" else row.found.samples_per_s
-        for row in rows
-    ]
+    rates = [0.0 if row.found is None else row.found.units_per_s for row in rows]
     bars = top.bar(range(len(rows)), rates, color=_LANES["compute"], width=0.7)
     top.bar_label(
         bars,
@@ -48,7 +45,7 @@ def draw_rows(rows: Sequence[Row], path: str | Path, *, title: str) -> None:
         seconds = [row.found.prediction.lanes_s.get(lane, 0.0) if row.found else 0.0 for row in rows]
         offsets = [x + (place - (len(lanes) - 1) / 2) * width for x in range(len(rows))]
         bottom.bar(offsets, seconds, width=width, color=color, label=lane)
-    steps = [row.found.step_s if row.found else float("nan") for row in rows]
+    steps = [row.found.expected_s if row.found else float("nan") for row in rows]
     bottom.plot(range(len(rows)), steps, "k_", markersize=24, markeredgewidth=2, label="step")
     bottom.set_ylabel("seconds per step")
     bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(lanes) + 1, frameon=False, fontsize=9)

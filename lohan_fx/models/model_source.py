@@ -93,11 +93,21 @@ def _of_preset(dims: ModelDims, batch: int | None, seq: int | None) -> Example:
 def _language_model(
     make: Callable[[], nn.Module], name: str, batch: int | None, seq: int | None, positions: int | None
 ) -> Example:
+    model = make()
+    positions = min((places for places in (positions, _places(model)) if places), default=None)
     batch, seq = batch or 1, seq or min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS)
     if positions and seq > positions:
         raise ValueError(f"--seq is {seq}: {name} has positions for {positions}; choose a shorter sequence")
     tokens = {key: torch.zeros(batch, seq, dtype=torch.long) for key in ("input_ids", "labels")}
-    return Example(make(), tokens, batch, batch * seq, "tokens")
+    return Example(model, tokens, batch, batch * seq, "tokens")
+
+
+def _places(model: nn.Module) -> int | None:
+    """How many tokens a model of RoBERTa's kind has positions for: they are counted from the one after the padding's."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    return None
 
 
 def _of_config(path: Path) -> ModelSource:
@@ -142,9 +152,7 @@ def _checked_config(path: Path, raw: dict[str, Any]) -> Any:
     for field, largest in LARGEST.items():
         name = field if field in raw else kind_of_config.attribute_map.get(field, field)
         if name not in raw:
-            inner = "text_config" if isinstance(raw.get("text_config"), dict) else ""
-            remedy = f'; its "{inner}", as a config.json of its own, can' if inner else ""
-            raise ValueError(f'{path} has no "{name}": a model without it cannot be planned{remedy}')
+            raise ValueError(f'{path} has no "{name}": {_remedy(raw, kind_of_config, field)}')
         _check_size(path, name, raw[name], largest)
     for name, largest in LARGEST_OF_OTHERS.items():
         if raw.get(name) is not None:
@@ -169,6 +177,19 @@ def _checked_config(path: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
+def _remedy(raw: Mapping[str, Any], kind_of_config: type, field: str) -> str:
+    """What to do about a config that does not say how large its model is."""
+    if isinstance(raw.get("text_config"), dict):
+        return 'without it no model is planned; its "text_config", as a config.json of its own, can be'
+    try:
+        usual = getattr(kind_of_config(), field, None)
+    except Exception:  # one that has no defaults
+        usual = None
+    if isinstance(usual, int) and not isinstance(usual, bool):
+        return f"add it; transformers takes {usual} where it is missing"
+    return "from a config only causal language models with attention are planned; give --model FILE.py:FUNCTION"
+
+
 def _check_size(path: Path, name: str, value: object, largest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise ValueError(f'{path}: "{name}" is {value!r}: expected a whole number from 1 to {largest:,}')
@@ -183,6 +204,11 @@ def _built(path: Path, config: Any) -> nn.Module:
     try:
         return model_from_config(config)
     except Exception as error:
+        if "Unrecognized configuration class" in str(error):  # then comes a list of all that there are
+            raise ValueError(
+                f"{path}: {config.model_type!r} is no causal language model to transformers, and from a config only those are "
+                "planned: give --model FILE.py:FUNCTION, which returns the model and its inputs"
+            ) from error
         raise ValueError(
             f"{path}: transformers cannot build a causal language model from it: {_one_line(error)}"
         ) from error

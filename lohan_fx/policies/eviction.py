@@ -26,7 +26,8 @@ def evict(
     """``start``, changed in ``order`` as far as the device's memory demands; where that recomputes something, with what must be
     saved for it, which is read by nothing else.
 
-    Raises ``InfeasiblePlan`` where all of it does not suffice.
+    Raises ``InfeasiblePlan`` where all of it does not suffice, or host memory is short: beside a GPU, nothing that leaves the
+    device frees any.
     """
     decisions, waiting = dict(start), list(order)
     least = max(1, len(waiting) // ROUNDS)
@@ -34,10 +35,11 @@ def evict(
         plan = layout.plan(problem, decisions | _begun_from(problem, decisions))
         peak = problem.device_peak(plan)
         over = missing(problem, plan, peak)
-        if not over or not waiting:
+        short = over if problem.budgets.shared else {tier: over[tier] for tier in over if tier == "device"}
+        if not short or not waiting:
             check(problem, plan, peak)
             return plan
-        needed, freed, count = max(over.values()), 0, 0
+        needed, freed, count = max(short.values()), 0, 0
         while waiting and (freed < needed or count < least):
             name, decision = waiting.pop(0)
             decisions[name] = decision

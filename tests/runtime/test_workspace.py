@@ -54,6 +54,8 @@ def test_all_of_it_is_resident_until_it_is_given_back() -> None:
     assert workspace.place() == (0, 0)
     assert resident_bytes(address, nbytes) == 0
     assert not memory.any()  # what still views it is safe, and reads zeros
+    with workspace.borrowed(MIB) as again:
+        assert again is not None
 
 
 def test_another_size_takes_the_place_of_the_one_before() -> None:

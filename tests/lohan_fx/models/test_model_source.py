@@ -114,7 +114,7 @@ def test_old_names_of_settings_count(tmp_path: Path) -> None:
     [
         ({"model_type": ...}, 'has no "model_type"'),
         ({"model_type": "llamb"}, "knows no \"model_type\" 'llamb'"),
-        ({"hidden_size": ...}, 'has no "hidden_size"'),
+        ({"hidden_size": ...}, 'has no "hidden_size": add it; transformers takes 4096 where it is missing'),
         ({"num_hidden_layers": ...}, 'has no "num_hidden_layers"'),
         ({"num_hidden_layers": 0}, '"num_hidden_layers" is 0: expected a whole number from 1'),
         ({"num_hidden_layers": 10**9}, '"num_hidden_layers" is 1000000000'),
@@ -132,6 +132,47 @@ def test_a_config_with_missing_or_absurd_fields(tmp_path: Path, changes: dict[st
         source_of(folder(tmp_path, **changes)).make(1, 16)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "mamba", **{**SIZES, "num_attention_heads": ...}},
+            r"language models with attention are planned; give --model FILE\.py",
+        ),
+        (
+            {"model_type": "vit", **{**SIZES, "vocab_size": ...}},
+            r'"vocab_size": from a config only .*FILE\.py:FUNCTION',
+        ),
+        ({"model_type": "gemma3", "text_config": SIZES}, r'its "text_config", as a config.json of its own, can be'),
+        (
+            {"model_type": "clip_text_model", **SIZES},
+            r"'clip_text_model' is no causal language model .*FILE\.py:FUNCTION",
+        ),
+    ],
+)
+def test_a_config_of_another_kind_says_how_else(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    given = {name: value for name, value in config.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=message) as caught:
+        source_of(str(tmp_path)).make(1, 16)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "camembert", "xlm-roberta"])
+def test_positions_that_are_counted_from_the_paddings(tmp_path: Path, kind: str) -> None:
+    config = {"model_type": kind, **SIZES, "intermediate_size": 64, "max_position_embeddings": 34, "pad_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = source_of(str(tmp_path))
+    found = source.make(2, None)
+    assert found.tokens == 64
+    found.model(**{name: value.to("meta") for name, value in found.inputs.items()})
+    with pytest.raises(ValueError, match="has positions for 32; choose a shorter sequence"):
+        source.make(2, 33)
 
 
 def test_a_config_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
