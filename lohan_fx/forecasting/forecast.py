@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 from lohan_fx import meta
 from lohan_fx.cost import Work
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.forecasting.meta_capture import MetaCapture
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.pipeline import plan_training
@@ -187,13 +189,17 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
     """
     named(asked.policy)
     request = make_request(subject.capture, asked)
-    with libraries_silenced():
-        halves, plan = plan_training(
-            subject.capture.joint,
-            request,
-            num_outputs=subject.capture.num_outputs,
-            parameters=subject.capture.parameters,
-        )
+    try:
+        with libraries_silenced():
+            halves, plan = plan_training(
+                subject.capture.joint,
+                request,
+                num_outputs=subject.capture.num_outputs,
+                parameters=subject.capture.parameters,
+            )
+    except InfeasiblePlan as error:
+        error.args = (_with_what_there_is(str(error), asked.hw),)
+        raise
     _check_drives(plan, asked)
     if why_not := named(asked.policy).why_not:
         plan = dataclasses.replace(
@@ -202,6 +208,18 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
     simulation = simulate(halves, plan, asked.hw) if asked.simulated else None
     forward_flops = sum(meta.cost(node).flops for node in halves.forward.graph.nodes)
     return Forecast(subject, asked, plan, simulation, work_of(halves, plan, request), forward_flops)
+
+
+def _with_what_there_is(why: str, hw: HardwareProfile) -> str:
+    """``why``, with what the machine has beside each promise that it cannot keep."""
+    there_is = {"host": hw.host_memory_bytes, "device": hw.device_memory_bytes}
+
+    def said(found: re.Match[str]) -> str:
+        most = there_is[found[1]]
+        beyond = int(found[2].replace(",", "")) > most
+        return found[0] + (f", and {hw.name!r} has {format_bytes(most)}" if beyond else "")
+
+    return re.sub(r"(host|device)_memory=([\d,]+) would fit", said, why)
 
 
 @contextlib.contextmanager

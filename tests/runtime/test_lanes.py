@@ -275,3 +275,25 @@ def test_an_idle_worker_keeps_nothing_of_its_last_job_alive() -> None:
         work.wait(PATIENCE_S)
         del held
         assert died.wait(PATIENCE_S)
+
+
+def test_the_time_in_line_is_no_work() -> None:
+    timeline = Timeline()
+    timeline.start_recording()
+    with Lane("ssd", timeline=timeline) as lane:
+        gate = Gate(lane, "first")
+        lane.submit(lambda: None, label="second")
+        gate.opened.set()
+        lane.drain(PATIENCE_S)
+    first, second = timeline.stop_recording()
+    assert (first.label, second.label) == ("first", "second")
+    assert second.start_s >= first.end_s
+
+
+def test_one_of_two_workers_that_is_stuck_is_told() -> None:
+    lane = Lane("ssd", threads=2)
+    gate = Gate(lane, "stuck")
+    with pytest.raises(LaneTimeout, match=r"lane 'ssd' to close: \['stuck'\] still running"):
+        lane.close(0.05)
+    gate.opened.set()
+    lane.close(PATIENCE_S)

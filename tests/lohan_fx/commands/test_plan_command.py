@@ -339,6 +339,14 @@ def test_a_lean_loss_is_proposed_where_there_is_one(name: str, helps: bool, caps
     assert ("--lean-loss" in capsys.readouterr().out) is helps
 
 
+def test_a_change_beyond_the_machine_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--policy", "in-memory", "--no-simulation")
+    assert plan(model, "--batch", "4", "--device-memory", "1MiB", *given) == 2
+    assert "' has " not in capsys.readouterr().out
+    assert plan(model, "--batch", "65536", *given) == 2
+    assert re.search(r"device_memory=[\d,]+ would fit, and 'rtx4090-12xP5510' has 24\.0 GiB", capsys.readouterr().out)
+
+
 def test_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--vary", "device_memory=50KiB,100KiB", "--no-simulation") == 2
     assert "none of them fits" in capsys.readouterr().out
