@@ -61,9 +61,7 @@ def traffic(
     swaps = _calls(forward, ops.SWAP_OUT)
     away_s = seconds_away(halves, node_seconds) if swaps else {}
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
-    streamed = {p.name for p in plan.parameters if p.home is Tier.NVME}
-    beside = {p.name: _beside_forward_bytes(p, plan) for p in updated}
-    ends = step_ends(halves, node_seconds, plan.windows, streamed, beside)
+    ends = ends_of(halves, plan, node_seconds)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
     elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
     early, late, next_ = (
@@ -117,6 +115,14 @@ def traffic(
         + sum(chunks(p, plan.windows) for p in (*late, *next_) if p.gradient_home is Tier.NVME),
         **(_launching(halves, plan, ends) if plan.device != "cpu" else {}),
     )
+
+
+def ends_of(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Ends:
+    """The parameters at both ends of a step by ``plan``."""
+    streamed = {p.name for p in plan.parameters if p.home is Tier.NVME}
+    updated = {meta.origin(n) for n in _calls(halves.backward, ops.OFFLOAD_GRAD)}
+    beside = {p.name: _beside_forward_bytes(p, plan) for p in plan.parameters if p.name in updated}
+    return step_ends(halves, node_seconds, plan.windows, streamed, beside)
 
 
 def _launching(halves: Halves, plan: Plan, ends: Ends) -> dict[str, int]:

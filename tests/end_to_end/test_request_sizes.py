@@ -14,10 +14,15 @@ from torch import nn
 import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile, RequestRate
+from lohan_fx.passes.lane_jobs import update_requests
+from lohan_fx.passes.traffic import ends_of
+from lohan_fx.plan import OptimizerTiming
 from lohan_fx.planning import plan_search
 from lohan_fx.planning.budgets import choose_windows, parse_bytes
 from lohan_fx.planning.planner import make_plan
+from lohan_fx.planning.predict import work_of
 from lohan_fx.planning.problem import Problem
+from lohan_fx.request import node_seconds
 from lohan_fx.runtime.generation_files import read_generations
 from lohan_fx.simulation.simulated_step import simulated_step_s
 from tests.end_to_end.models import Case, Output
@@ -192,3 +197,38 @@ def test_a_plan_for_other_sizes_that_comes_to_nothing_leaves_the_planners_own(
         assert made == [RULE.io_bytes, 2 * RULE.io_bytes]
         assert (windows.io_bytes, windows.chunk_elements) == (RULE.io_bytes, RULE.chunk_elements)
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["lohan-ds", "swap-nvme", "zero-infinity", "fuyou"])
+def test_the_drives_get_as_many_requests_as_were_foretold(
+    hw: HardwareProfile, tmp_path: Path, policy: str, dtype: torch.dtype, clips: bool
+) -> None:
+    options: dict[str, Any] = {
+        "compute_dtype": dtype,
+        "host_memory": PROMISE,
+        "policy": policy,
+        "hold_gradients": clips,
+    }
+    with lohan_fx.releasing(lohan_fx.compile(WIDE.build(), hw, nvme=tmp_path, **options)) as model:
+        optimizer = lohan_fx.AdamW(model.parameters())
+        owner = compiled(model)
+        for step in range(3):
+            owner.engine.before_reading()  # what is under way belongs to the step before
+            if step == 2:
+                owner.engine.timeline.start_recording()
+            model(WIDE.batch()["x"].to(dtype)).loss.backward()
+            if clips:
+                lohan_fx.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+        owner.engine.before_reading()
+        made = [event for event in owner.engine.timeline.stop_recording() if event.lane == "ssd"]
+        (halves,), (plan,) = owner.halves, owner.plans
+        request = owner.request()
+    work, ends = work_of(halves, plan, request), ends_of(halves, plan, node_seconds(request))
+    # Beside what is updated when the backward has ended nothing computes, so that no requests are counted there.
+    late = [p for p in plan.parameters if p.runs_beside(ends, "cpu") is OptimizerTiming.AFTER_BACKWARD]
+    of_late = sum(update_requests(p, plan.windows) for p in late)
+    assert len(made) == work.forward_requests + work.backward_requests + of_late
+    assert len(made) > 4 * len(plan.parameters), "matrices are cut into several"

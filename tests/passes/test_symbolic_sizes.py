@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lohan_fx import meta
-from lohan_fx.passes.symbolic_sizes import CallSizes, is_dense, is_symbolic
+from lohan_fx.passes.symbolic_sizes import CallSizes, hold_up_to_traced, is_dense, is_symbolic
 from tests.passes.graphs import DECISIONS, both, captured, plan_for, rewrite
 
 
@@ -53,3 +57,37 @@ def test_what_fills_its_memory() -> None:
     found = captured("two-layers", dynamic=True)
     values = [v for n in found.joint.graph.nodes if (v := meta.tensor(n)) is not None and not meta.cost(n).is_view]
     assert any(not all(isinstance(s, int) for s in v.shape) for v in values) and all(map(is_dense, values))
+
+
+def fills_up(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(66 - x.shape[0], x.shape[1])])
+
+
+def largest_half_way(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :1, None] * x.new_ones(66 - x.shape[0], 1) * x.new_ones(1024)
+
+
+def depends_on_values(x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero() * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "width", "smaller"),
+    [
+        (torch.sin, 512, True),
+        (fills_up, 512, False),
+        (fills_up, 8, True),  # by 2 KB
+        (largest_half_way, 8, False),
+        (depends_on_values, 8, False),
+    ],
+)
+def test_graphs_hold_for_smaller_inputs_where_nothing_gets_larger(
+    function: Callable[[torch.Tensor], torch.Tensor], width: int, smaller: bool
+) -> None:
+    traced = torch.ones(64, width)
+    gm = make_fx(function, tracing_mode="symbolic")(traced)
+    rows = meta.value(gm.graph.find_nodes(op="placeholder")[0]).shape[0]
+    shapes = rows.node.shape_env
+    hold_up_to_traced(gm)
+    found = shapes.bound_sympy(shapes.replace(rows.node.expr))
+    assert (int(found.lower) < 64) is smaller and int(found.upper) == 64

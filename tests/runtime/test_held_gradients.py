@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lohan_fx.plan import Plan, Windows
+from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Prediction, Stage, Tier, Windows
 from lohan_fx.runtime.gradient_norm import PIECE_ELEMENTS, norm_of
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -138,6 +138,49 @@ def test_another_plan_counts_what_is_held_already(rig: Rig) -> None:
     rig.held.apply_plan(plan, torch.device("cpu"))
     rig.hold(FULL)
     assert place(rig, FULL)[1]
+
+
+def planned(*parameters: ParameterPlan, left: int = 0) -> Plan:
+    """Of a promise of which ``left`` bytes are left."""
+    at_peak = Prediction(Stage({}), Stage({}), {"device": 1, "host": 1 << 20}, 0, 0, 0, 0)
+    windows = Windows(0, 0, 0, 4096, 4096, 1, 2, 2, 0)
+    return Plan("lohan", "cpu", "float32", (1 << 20) + left, 1, (), parameters, windows, prediction=at_peak)
+
+
+def waiting(slot: int, runs: OptimizerTiming, home: Tier, *, twice: bool = False) -> ParameterPlan:
+    found = SLOTS[slot]
+    nbytes = found.numel * found.compute_dtype.itemsize
+    return ParameterPlan(found.name, "", found.numel, nbytes, True, Tier.NVME, Tier.NVME, runs, home, twice)
+
+
+def test_the_plan_says_when_and_how_often_a_gradient_is_applied(rig: Rig) -> None:
+    def said() -> list[list[int]]:
+        asked = (rig.held.applied_late, rig.held.deferred, rig.held.updated_twice)
+        return [[slot for slot in rig.slots if ask(slot)] for ask in asked]
+
+    half = waiting(HALF, OptimizerTiming.NEXT_FORWARD, Tier.HOST)
+    long = waiting(LONG, OptimizerTiming.NEXT_FORWARD, Tier.NVME, twice=True)
+    rig.held.apply_plan(
+        planned(half, waiting(FULL, OptimizerTiming.AFTER_BACKWARD, Tier.HOST), long), torch.device("cpu")
+    )
+    assert said() == [[FULL], [HALF, LONG], [LONG]]
+    rig.held.apply_plan(planned(waiting(HALF, OptimizerTiming.AFTER_BACKWARD, Tier.HOST)), torch.device("cpu"))
+    assert said() == [[HALF], [], []]
+
+
+def test_what_no_plan_speaks_of_has_what_all_of_them_leave(rig: Rig) -> None:
+    for left, least in ((700, 700), (500, 500), (900, 500)):
+        rig.held.apply_plan(planned(left=left), torch.device("cpu"))
+        assert rig.held.hold_bytes == least
+
+
+def test_a_sum_in_memory_is_measured_as_a_whole(rig: Rig) -> None:
+    """As plain PyTorch does: pieces would differ in the last bits."""
+    rig.held.hold_bytes = 4 * rig.slots[LONG].numel
+    total = rig.hold(LONG, 0).float() + rig.hold(LONG, 1).float()
+    assert place(rig, LONG) == (torch.float32, True)
+    for norm_type in (2.0, 3.0):
+        assert torch.equal(rig.held.norm(LONG, norm_type), torch.linalg.vector_norm(total, norm_type))
 
 
 def test_a_gradient_alone_stays_as_it_is_and_is_not_copied(rig: Rig) -> None:

@@ -234,3 +234,13 @@ def test_what_is_applied_is_applied_once_and_last(calls: list[str], told: int | 
             open_forwards -= 1
             assert not (applied and open_forwards), "applied although another forward's backward may follow"
         assert found.applied == applied
+
+
+def test_a_graph_that_is_dropped_closes_one_forward() -> None:
+    found = MicroBatches(["a"])
+    step_of(found, 1)
+    for _ in range(3):
+        forward(found)
+    found.forward_closes()  # one of three went without a backward
+    assert not backward(found), "another backward is still owed"
+    assert not found.applied
