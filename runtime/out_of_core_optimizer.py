@@ -160,7 +160,7 @@ class OutOfCoreOptimizer:
 
     def repeat(self, order: Iterable[int]) -> None:
         """Begin the second time of what ``apply_held`` began, behind all first ones; those in ``order`` first."""
-        for slot in [*(slot for slot in order if slot in self._again), *self._again]:
+        for slot in [*order, *self._again]:
             if (jobs := self._again.pop(slot, None)) is not None:
                 self._begin(slot, jobs, self._repeating, f"states of {self._slots[slot].name}")
 

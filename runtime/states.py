@@ -115,7 +115,7 @@ class States:
                     )
 
     def written_by_update(self, slot: int) -> int:
-        """Bytes that one update of ``slot`` writes to the store."""
+        """Most bytes that one update of ``slot`` writes to the store: a copy in half precision takes half of what is counted."""
         parameter, resident = self._slots[slot], self._residency[slot]
         chunks = parameter.chunks(self.chunk_elements)
         states = 0 if resident.master is not None else sum(3 * chunk.padded_bytes for chunk in chunks)

@@ -20,3 +20,29 @@ def test_updates_that_are_put_off_count_before_they_are_written() -> None:
     to_come = 4
     assert not wear.is_spent(0) and wear.is_spent(1)
     wear.step_begins()
+
+
+def test_a_step_counts_as_much_as_any_before_it() -> None:
+    written = [0]
+    wear = Wear(lambda: written[0], lambda: 0)
+    for begin, end in ((0, 7), (7, 10), (12, 16)):  # the last step but one was followed by two bytes of something else
+        written[0] = begin
+        wear.step_begins()
+        wear.step_begins()  # of the same step: a second forward
+        written[0] = end
+        wear.step_ends()
+        wear.step_ends()
+        assert wear.step_bytes == 7
+    wear.earlier_bytes, wear.max_bytes = 100, 123
+    assert not wear.is_spent(0) and wear.is_spent(1)
+
+
+def test_a_model_that_is_too_large_for_the_budget_is_not_stored() -> None:
+    wear = Wear(lambda: 10, lambda: 0)
+    wear.refuse_to_store(1 << 50)
+    wear.max_bytes = 20
+    wear.refuse_to_store(10)
+    with pytest.raises(
+        WearBudgetExceeded, match="not even the model's 11 bytes can be stored, and nothing was written"
+    ):
+        wear.refuse_to_store(11)
