@@ -204,11 +204,12 @@ class _Program:
         rows.append(LinearConstraint(times, -np.inf, fastest.seconds / self._unit_s))
         options = {"node_limit": int(nodes * TIDYING), "time_limit": TIME_LIMIT_S, "mip_rel_gap": TIDY_GAP}
         result = milp(self._work(), integrality=whole, bounds=bounds, constraints=rows, options=options)
-        if result.x is None:
-            return fastest
-        tidy = self._solution(np.round(result.x), bound_s, exact=fastest.exact)
-        slower, more = tidy.seconds > fastest.seconds * (1 + gap), _over(self.model, tidy.quantities)
-        return _without_needless_work(self.model, fastest if slower or more else tidy)
+        found = fastest
+        if result.x is not None:
+            tidy = self._solution(np.round(result.x), bound_s, exact=fastest.exact)
+            slower, more = tidy.seconds > fastest.seconds * (1 + gap), _over(self.model, tidy.quantities)
+            found = fastest if slower or more else tidy
+        return _without_needless_work(self.model, found)
 
     def relax(self) -> Solution | None:
         matrix, low, high = self._matrix()

@@ -118,6 +118,40 @@ def test_the_optimum_is_that_of_brute_force(case: tuple[ActivationGraph, Model])
     assert all(solution.quantities[quantity] <= limit for quantity, limit in model.limits.items())
 
 
+def test_a_lane_takes_the_less_of_two_lines() -> None:
+    """Ten things by one lane, which takes 1 s more for each up to 5 s in all, or by another, 2 s each."""
+    bent = LaneTime((Line(1.0, {Q.STATES: 1.0}), Line(5.0, {})))
+    model = Model(
+        blocks=(),
+        sizes=(),
+        things=(Thing(10, ({Q.STATES: 1.0}, {Q.COPIED: 1.0})),),
+        stages=((bent, LaneTime((Line(0.0, {Q.COPIED: 2.0}),), is_work=False)),),
+        limits={},
+    )
+    solution = optimum(model)
+    assert solution is not None and solution.exact and solution.seconds == solution.bound_s == 5.0
+    assert solution.treated == ((8.0, 2.0),), "as few as make it no slower: they are more work"
+
+
+def test_no_option_is_left_that_is_less_work_and_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the second search, for the least work, leaves: here it finds nothing."""
+    made: list[OptimizeResult] = []
+
+    def only_first(*args: Any, **options: Any) -> OptimizeResult:
+        made.append(milp(*args, **options) if not made else OptimizeResult(x=None))
+        return made[-1]
+
+    monkeypatch.setattr(module, "milp", only_first)
+    away, near = {Q.LATE_HELD_NVME: 1.0}, {Q.HOST: 1.0}
+    lanes = (LaneTime((Line(9.0, {}),)), LaneTime((Line(0.0, {Q.LATE_HELD_NVME: 1.0}),)))
+    model = Model(
+        blocks=(), sizes=(), things=(Thing(6, (away, near)),), stages=(lanes,), limits={Q.HOST: 4.5, Q.DEVICE: 0.0}
+    )
+    solution = optimum(model)
+    assert solution is not None and len(made) == 2
+    assert solution.seconds == 9.0 and solution.treated == ((2.0, 4.0),) and solution.quantities[Q.HOST] == 4.0
+
+
 @given(models())
 @settings(max_examples=100)
 def test_what_the_solution_says_is_what_its_decisions_add_up_to(case: tuple[ActivationGraph, Model]) -> None:
