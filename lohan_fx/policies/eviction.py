@@ -35,11 +35,11 @@ def evict(
         plan = layout.plan(problem, decisions | _begun_from(problem, decisions))
         peak = problem.device_peak(plan)
         over = missing(problem, plan, peak)
-        short = over if problem.budgets.shared else {tier: over[tier] for tier in over if tier == "device"}
+        short = [nbytes for tier, nbytes in over.items() if tier == "device" or problem.budgets.shared]
         if not short or not waiting:
             check(problem, plan, peak)
             return plan
-        needed, freed, count = max(short.values()), 0, 0
+        needed, freed, count = max(short), 0, 0
         while waiting and (freed < needed or count < least):
             name, decision = waiting.pop(0)
             decisions[name] = decision
