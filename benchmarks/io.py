@@ -3,10 +3,10 @@
     python benchmarks/io.py [--rounds 5 --seconds 2] [--save]
 
 Ours: ``NvmeStore`` with the ssd lane's threads and a chunk's requests as the optimizer makes them. fio's: O_DIRECT, the
-best of several engines, block sizes, depths and pages (huge ones need ``sysctl vm.nr_hugepages=64``), found first; the
-mixed one reads and writes in the optimizer's shares. Over one directory and over two, which are on the same drive (so two
-show what the store's own work for several costs, not what two drives give), with both sizes of chunks that plans have; ours
-also on pages of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all of these. Needs ``fio`` on the PATH.
+best of several engines, block sizes, depths and pages (small ones, and huge ones by malloc), found first; the mixed one reads
+and writes in the optimizer's shares. Over one directory and over two, which are on the same drive (so two show what the
+store's own work for several costs, not what two drives give), with both sizes of chunks that plans have; ours also on pages
+of 4 KiB, for comparison (docs/0026). Bar: at least 95% of fio in all of these. Needs ``fio`` on the PATH.
 JSON: ``read_ratio, write_ratio, mixed_ratio`` over one directory with the usual chunks, ``large_...`` with the others; ``rows``.
 """
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import bars
+from fio_beside import huge_pages
 from report import arguments, at_least_one, finish, own_folder
 
 from lohan_fx.runtime.host_pool import HostPool, Reservation
@@ -40,6 +41,7 @@ CHUNKS = (1 << 20, 2 << 20)
 """Elements of an optimizer chunk: the usual ones, and those of large promises on a CPU (docs/0030)."""
 FILE_BYTES = 1 << 30
 KINDS = ("read", "write", "mixed")
+HUGE = "huge"
 Move = tuple[str, int]
 """(read or write, bytes per element of the chunk)."""
 MOVES: dict[str, list[Move]] = {
@@ -113,17 +115,18 @@ def _cpu_s() -> float:
 
 
 def fio(
-    kind: str, directories: Sequence[Path], seconds: float, engine: str, block: str, jobs: int, depth: int, memory: str
+    kind: str, directories: Sequence[Path], seconds: float, engine: str, block: str, jobs: int, depth: int, pages: str
 ) -> Rate:
     """What fio reaches with these settings."""
     files = ":".join(str(directory / "fio.bin") for directory in directories)
     command = [
         "fio", "--name=x", f"--filename={files}", f"--filesize={FILE_BYTES // len(directories)}", "--direct=1",
-        f"--ioengine={engine}", f"--bs={block}", f"--numjobs={jobs}", f"--iodepth={depth}", f"--mem={memory}",
+        f"--ioengine={engine}", f"--bs={block}", f"--numjobs={jobs}", f"--iodepth={depth}",
         "--group_reporting", "--time_based", f"--runtime={seconds}", "--output-format=json", "--offset_increment=64m",
         "--rw=" + {"read": "read", "write": "write", "mixed": "rw"}[kind], f"--rwmixread={MIXED_READ_PERCENT}",
     ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = huge_pages() if pages == HUGE else None
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     (job,) = json.loads(run.stdout[run.stdout.index("{") :])["jobs"]
     moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
     took_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
@@ -132,8 +135,8 @@ def fio(
 
 
 SETTINGS = [
-    (*setting, memory)
-    for memory in ("malloc", "mmaphuge")
+    (*setting, pages)
+    for pages in ("small", HUGE)
     for setting in (
         ("psync", "8m", 3, 1), ("psync", "4m", 3, 1), ("psync", "1m", 4, 1), ("libaio", "1m", 1, 8), ("libaio", "4m", 1, 4),
         ("io_uring", "1m", 1, 8),

@@ -9,6 +9,9 @@ Adam share the cores and are one lane. Where the gap is: per stage, what compute
 what it waited for. What is overlapped and what is alone are processes of their own, because a model's promise is about
 its whole process; they take turns, and the one whose turn it is not sleeps. Bar: overlapped <= 1.10x the busiest lane
 (medians of alternating rounds).
+
+Where fio is installed, each round also times compute alone while fio moves as many bytes a second as the overlapped step did,
+in as large requests: what compute loses to that, it loses to the drive. A figure to compare with, not another bar.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from fio_beside import Traffic, fio_beside, installed, lay_out
 from report import arguments, at_least_one, finish, own_folder, profile, with_saved
 from turns import Process, serve
 from workload import Case, Streamed, Workload, case_arguments, chosen, streamed
@@ -39,7 +43,7 @@ from lohan_fx.runtime.timeline import Event
 
 MOST_RATIO = 1.10
 AMPLE_BYTES = 1 << 40
-OVERLAPPED, COMPUTE = "overlapped", "compute+cpu"
+OVERLAPPED, COMPUTE, BESIDE_FIO = "overlapped", "compute+cpu", "beside fio"
 
 
 CASES = (Case("demo", 4, 128, "1GiB"), Case("350m", 4, 512, "2.5GiB"), Case("350m", 1, 128, "2.5GiB"))
@@ -134,7 +138,14 @@ def serve_overlapped(case: Case, args: argparse.Namespace) -> None:
     copies = {lane: replay_copies(events, lane) for lane in ("h2d", "d2h")}
     assert ours.plan.prediction is not None
     runs: dict[str, Callable[[], Any]] = {OVERLAPPED: ours.step, "ssd": replay.run, **copies}
-    serve(runs, {"predicted_s": ours.plan.prediction.step_s}, ours.end)
+    said = {"predicted_s": ours.plan.prediction.step_s, "moved": [dataclasses.asdict(one) for one in moved(requests)]}
+    serve(runs, said, ours.end)
+
+
+def moved(requests: Sequence[Request]) -> list[Traffic]:
+    """What those requests are, in each direction that has any."""
+    sizes = {way: [nbytes for kind, _, _, nbytes in requests if kind == way] for way in ("read", "write")}
+    return [Traffic(way, sum(found), len(found)) for way, found in sizes.items() if found]
 
 
 def serve_alone(case: Case, args: argparse.Namespace) -> None:
@@ -142,7 +153,13 @@ def serve_alone(case: Case, args: argparse.Namespace) -> None:
     plan = lohan_fx.Plan.from_json(args.plan.read_text())
     ours = compute_alone(case.workload, profile(args), plan, args.nvme)
     ours.step()
-    serve({COMPUTE: ours.step}, end=ours.end)
+
+    def beside() -> None:
+        """A step that is none of those whose stages are told in the end."""
+        ours.step()
+        compiled(ours.model).checks.steps.pop()
+
+    serve({COMPUTE: ours.step, BESIDE_FIO: beside}, end=ours.end)
 
 
 def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
@@ -154,7 +171,17 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
 
     overlapped, alone = process("overlapped"), process("alone")
     servers = {OVERLAPPED: overlapped, COMPUTE: alone, "ssd": overlapped, "h2d": overlapped, "d2h": overlapped}
-    rounds = [[server.run(name) for name, server in servers.items()] for _ in range(args.rounds)]
+    rounds, beside_fio = [], []
+    traffic = [Traffic(**one) for one in overlapped.said["moved"]]
+    if installed():
+        lay_out(traffic, args.nvme)
+    else:
+        print("fio is not installed: compute is not timed beside it (apt-get install fio)", file=sys.stderr)
+    for _ in range(args.rounds):
+        rounds.append([server.run(name) for name, server in servers.items()])
+        if installed():
+            with fio_beside(traffic, rounds[-1][0], args.nvme):
+                beside_fio.append(alone.run(BESIDE_FIO))
     stages = gaps(StepCheck(**overlapped.end()), StepCheck(**alone.end()))
     medians = dict(zip(servers, (statistics.median(times) for times in zip(*rounds, strict=True)), strict=True))
     overlapped_s = medians.pop(OVERLAPPED)
@@ -163,6 +190,7 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
         "case": str(case), **vars(case), "serial_s": sum(medians.values()), "overlapped_s": overlapped_s,
         "busiest_lane_s": medians[busiest], "lanes": medians, "busiest_lane": busiest,
         "ratio": statistics.median(times[0] / max(times[1:]) for times in rounds), "rounds": rounds,
+        "compute_beside_fio_s": statistics.median(beside_fio) if beside_fio else None, "rounds_beside_fio": beside_fio,
         **overlapped.said, "stages": stages,
     }  # fmt: skip
 
@@ -214,6 +242,9 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("  each lane alone", f"{lanes}; one after the other {found['serial_s']:.3f} s"),
         (f"  over the busiest lane ({found['busiest_lane']})", f"{found['ratio']:.3f}x"),
     ]
+    if beside_fio_s := found.get("compute_beside_fio_s"):
+        lost = f"{beside_fio_s:.3f} s, {beside_fio_s / found['lanes'][COMPUTE]:.3f}x of what it takes alone"
+        rows.append(("  compute beside fio, which moves as much", lost))
     return rows + [
         (
             f"  {stage}",

@@ -48,9 +48,14 @@ def _overlap(found: Figures) -> str:
     cases = found.get("cases", [found])
     return "; ".join(
         f"{case['ratio']:.2f}x the busiest lane ({case['busiest_lane']}) at {case['size']} {case['batch']} x {case['seq']}, "
-        f"{case['serial_s'] / case['overlapped_s']:.2f}x faster than one lane after the other"
+        f"{case['serial_s'] / case['overlapped_s']:.2f}x faster than one lane after the other{_beside_fio(case)}"
         for case in cases
     )
+
+
+def _beside_fio(case: Figures) -> str:
+    seconds = case.get("compute_beside_fio_s")
+    return f" (compute alone, while fio moves as much: {seconds / case['lanes']['compute+cpu']:.2f}x)" if seconds else ""
 
 
 def _clipping(found: Figures) -> str:
