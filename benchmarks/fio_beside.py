@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE_BYTES = 1 << 30
-DEPTH = 2
+DEPTH = 4
 """Requests under way in each direction."""
-LEAST_OF_ASKED = 0.9
 _RAMP_S = 1.0
 _BLOCK_BYTES = 4096
 
@@ -56,14 +55,16 @@ def lay_out(traffic: Sequence[Traffic], directory: Path) -> None:
 
 
 @contextmanager
-def fio_beside(traffic: Sequence[Traffic], seconds: float, directory: Path) -> Iterator[None]:
-    """Meanwhile fio moves, every so many ``seconds``, what a step moves. Raises ``RuntimeError`` where it moved less."""
+def fio_beside(traffic: Sequence[Traffic], seconds: float, directory: Path) -> Iterator[dict[str, float]]:
+    """Meanwhile fio moves, every so many ``seconds``, what a step moves. What it reached of that, by direction, is in the dict
+    afterwards. Raises ``RuntimeError`` where fio failed."""
     jobs = [argument for one in traffic for argument in one.job(seconds, directory)]
     command = [*_COMMAND, "--time_based", "--runtime=3600", "--group_reporting", "--output-format=json", *jobs]
     fio = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=huge_pages())
+    reached: dict[str, float] = {}
     try:
         time.sleep(_RAMP_S)
-        yield
+        yield reached
         fio.send_signal(signal.SIGINT)
         said, complaint = fio.communicate()
     finally:
@@ -71,12 +72,7 @@ def fio_beside(traffic: Sequence[Traffic], seconds: float, directory: Path) -> I
     if "{" not in said:
         raise RuntimeError(f"fio ended with status {fio.returncode}: {complaint.strip() or said.strip()}")
     (moved,) = json.loads(said[said.index("{") :])["jobs"]
-    for one in traffic:
-        rate, asked = moved[one.direction]["bw_bytes"], one.bytes / seconds
-        if rate < LEAST_OF_ASKED * asked:
-            raise RuntimeError(
-                f"fio's {one.direction}s reached {rate / 1e9:.2f} GB/s of the {asked / 1e9:.2f} that a step has"
-            )
+    reached |= {one.direction: moved[one.direction]["bw_bytes"] * seconds / one.bytes for one in traffic}
 
 
 def _file(direction: str, directory: Path) -> Path:

@@ -171,7 +171,7 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
 
     overlapped, alone = process("overlapped"), process("alone")
     servers = {OVERLAPPED: overlapped, COMPUTE: alone, "ssd": overlapped, "h2d": overlapped, "d2h": overlapped}
-    rounds, beside_fio = [], []
+    rounds, beside_fio, shares = [], [], []
     traffic = [Traffic(**one) for one in overlapped.said["moved"]]
     if installed():
         lay_out(traffic, args.nvme)
@@ -180,8 +180,9 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
     for _ in range(args.rounds):
         rounds.append([server.run(name) for name, server in servers.items()])
         if installed():
-            with fio_beside(traffic, rounds[-1][0], args.nvme):
+            with fio_beside(traffic, rounds[-1][0], args.nvme) as reached:
                 beside_fio.append(alone.run(BESIDE_FIO))
+            shares.append(min(reached.values()))
     stages = gaps(StepCheck(**overlapped.end()), StepCheck(**alone.end()))
     medians = dict(zip(servers, (statistics.median(times) for times in zip(*rounds, strict=True)), strict=True))
     overlapped_s = medians.pop(OVERLAPPED)
@@ -191,6 +192,7 @@ def measured(case: Case, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
         "busiest_lane_s": medians[busiest], "lanes": medians, "busiest_lane": busiest,
         "ratio": statistics.median(times[0] / max(times[1:]) for times in rounds), "rounds": rounds,
         "compute_beside_fio_s": statistics.median(beside_fio) if beside_fio else None, "rounds_beside_fio": beside_fio,
+        "fio_moved_share": statistics.median(shares) if shares else None,
         **overlapped.said, "stages": stages,
     }  # fmt: skip
 
@@ -244,7 +246,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if beside_fio_s := found.get("compute_beside_fio_s"):
         lost = f"{beside_fio_s:.3f} s, {beside_fio_s / found['lanes'][COMPUTE]:.3f}x of what it takes alone"
-        rows.append(("  compute beside fio, which moves as much", lost))
+        rows.append(("  compute beside fio", f"{lost}; fio moves {found['fio_moved_share']:.0%} as much"))
     return rows + [
         (
             f"  {stage}",

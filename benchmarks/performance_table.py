@@ -55,7 +55,10 @@ def _overlap(found: Figures) -> str:
 
 def _beside_fio(case: Figures) -> str:
     seconds = case.get("compute_beside_fio_s")
-    return f" (compute alone, while fio moves as much: {seconds / case['lanes']['compute+cpu']:.2f}x)" if seconds else ""
+    if not seconds:
+        return ""
+    ratio = seconds / case["lanes"]["compute+cpu"]
+    return f" (compute alone, while fio moves {case['fio_moved_share']:.0%} as much: {ratio:.2f}x)"
 
 
 def _clipping(found: Figures) -> str:

@@ -1,4 +1,4 @@
-"""fio_beside: what fio is asked to move, that it moves it, and what is said where it does not."""
+"""fio_beside: what fio is asked to move, that it moves it, and how much of it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def a_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def move(beside: Any, traffic: list[Any], seconds: float, folder: Path, *, for_s: float = 0.0) -> None:
-    with beside.fio_beside(traffic, seconds, folder):
+def move(beside: Any, traffic: list[Any], seconds: float, folder: Path, *, for_s: float = 0.0) -> Any:
+    with beside.fio_beside(traffic, seconds, folder) as reached:
         time.sleep(for_s)
+    return reached
 
 
 def test_as_much_in_as_large_requests(beside: Any, tmp_path: Path) -> None:
@@ -50,12 +51,11 @@ def test_a_step_is_told_by_direction(beside: Any) -> None:
     assert overlap.moved(requests[:1]) == [beside.Traffic("read", 100, 1)], "what is not moved is no traffic"
 
 
-def test_less_than_a_step_moves_is_no_comparison(beside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fio_reached_of_a_step(beside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_fio(tmp_path, monkeypatch, SAID % 800_000_000)
     traffic = [beside.Traffic("read", bytes=1_000_000_000, requests=1000)]
-    with pytest.raises(RuntimeError, match=r"fio's reads reached 0\.80 GB/s of the 1\.00 that a step has"):
-        move(beside, traffic, 1.0, tmp_path)
-    move(beside, traffic, 1.25, tmp_path)
+    assert move(beside, traffic, 1.0, tmp_path) == {"read": pytest.approx(0.8)}
+    assert move(beside, traffic, 2.0, tmp_path) == {"read": pytest.approx(1.6)}
 
 
 def test_what_fio_complains_about_is_told(beside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,5 +69,5 @@ def test_the_real_one_moves_what_it_was_asked(beside: Any, tmp_path: Path, monke
     monkeypatch.setattr(beside, "_COMMAND", [*beside._COMMAND[:-1], f"--size={16 << 20}"])
     traffic = [beside.Traffic("read", 4 << 20, 16), beside.Traffic("write", 4 << 20, 16)]
     beside.lay_out(traffic, tmp_path)
-    move(beside, traffic, 1.0, tmp_path, for_s=1.0)
+    assert move(beside, traffic, 1.0, tmp_path, for_s=1.0).keys() == {"read", "write"}
     assert (tmp_path / "read.fio").stat().st_size == 16 << 20
