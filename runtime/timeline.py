@@ -16,6 +16,8 @@ from types import TracebackType
 from lohan_fx.errors import LohanError
 
 COMPUTE_LANE = "compute"
+STALL = "wait:"
+"""What labels of compute begin with where it waits; what it waits for follows."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Event:
     start_s: float
     end_s: float
     bytes: int = 0
+
+    @property
+    def is_stall(self) -> bool:
+        """Whether it is no work, but compute waited for another lane."""
+        return self.lane == COMPUTE_LANE and self.label.startswith(STALL)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Timeline:
         with self._lock:
             self._stall_s += end_s - start_s
             if self._events is not None:
-                self._events.append(Event(COMPUTE_LANE, f"wait:{label}", start_s, end_s))
+                self._events.append(Event(COMPUTE_LANE, f"{STALL}{label}", start_s, end_s))
 
     def span(self, lane: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
         """Count the block as one job on ``lane``; its bytes count only if it does not raise."""

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lohan_fx.plan import Plan
-from lohan_fx.runtime.timeline import Event
+from lohan_fx.runtime.busy_seconds import busy_s, covered_s, intervals, uncovered_s
+from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
 from lohan_fx.units import format_bytes, format_seconds
 
-Interval = tuple[float, float]
-
-_STALL = "wait:"
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _BLUE, _SKY, _GREEN, _ORANGE, _PURPLE, _RED, _GREY = (
     "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#8A8F98",
@@ -33,7 +31,7 @@ class _Band:
 _BANDS = (
     _Band("compute", "forward", "forward", _SKY),
     _Band("compute", "backward", "backward", _BLUE),
-    _Band("compute", _STALL, "compute waits", _RED),
+    _Band("compute", STALL, "compute waits", _RED),
     _Band("h2d", "", "h2d: to the device", _GREEN),
     _Band("d2h", "", "d2h: from the device", _GREEN),
     _Band("ssd", "read", "NVMe reads", _ORANGE),
@@ -87,49 +85,20 @@ def figure_modules() -> tuple[Any, Any]:
 # --- numbers --------------------------------------------------------------------------------------------------
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same seconds as intervals that do not touch, in order."""
-    merged: list[Interval] = []
-    for start_s, end_s in sorted(intervals):
-        if merged and start_s <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
-        else:
-            merged.append((start_s, end_s))
-    return merged
-
-
 def _of(events: Iterable[Event], band: _Band) -> list[Event]:
     return [event for event in events if event.lane == band.lane and event.label.startswith(band.prefix)]
 
 
-def _intervals(events: Iterable[Event]) -> list[Interval]:
-    return union((event.start_s, event.end_s) for event in events)
-
-
-def _seconds(intervals: Iterable[Interval]) -> float:
-    return sum(end_s - start_s for start_s, end_s in intervals)
-
-
-def _busy_s(events: Sequence[Event], lane: str) -> float:
-    """Seconds in which ``lane`` worked; of compute without its stalls."""
-    work = [event for event in events if event.lane == lane and not event.label.startswith(_STALL)]
-    stalls = [event for event in events if event.lane == lane and event.label.startswith(_STALL)]
-    return _seconds(_intervals(work)) - _seconds(_intervals(stalls))
-
-
 def _stages(events: Sequence[Event], seconds: float) -> _Stages:
-    bands = {band.text: _intervals(_of(events, band)) for band in _BANDS}
-    stalls = bands["compute waits"]
-    forward, backward = _seconds(bands["forward"]), _seconds(bands["backward"])
-    stalled = {
-        name: sum(end_s - start_s for start_s, end_s in stalls if any(a <= start_s <= b for a, b in bands[name]))
-        for name in ("forward", "backward")
-    }
+    stages = {band.prefix: _of(events, band) for band in _BANDS if band.lane == COMPUTE_LANE}
+    stalls = stages.pop(STALL)
+    worked_s = {name: uncovered_s(stage, stalls) for name, stage in stages.items()}
+    stages_s = sum(covered_s(stage) for stage in stages.values())
     return _Stages(
-        forward_s=forward - stalled["forward"],
-        backward_s=backward - stalled["backward"],
-        rest_s=max(0.0, seconds - forward - backward),
-        stall_s=sum(stalled.values()),
+        forward_s=worked_s["forward"],
+        backward_s=worked_s["backward"],
+        rest_s=max(0.0, seconds - stages_s),
+        stall_s=stages_s - sum(worked_s.values()),
     )
 
 
@@ -146,7 +115,7 @@ def _draw_lanes(axes: Any, events: Sequence[Event], start_s: float, seconds: flo
         bottom, height = {"NVMe reads": (row - 0.38, 0.36), "NVMe writes": (row + 0.02, 0.36)}.get(
             band.text, (row - 0.38, 0.76)
         )
-        bars = [(begin_s - start_s, end_s - begin_s) for begin_s, end_s in _intervals(found)]
+        bars = [(begin_s - start_s, end_s - begin_s) for begin_s, end_s in intervals(found)]
         nbytes = sum(event.bytes for event in found)
         moved = f" ({format_bytes(nbytes)})" if nbytes and band.lane != "cpu" else ""
         axes.broken_barh(bars, (bottom, height), color=band.color, label=band.text + moved, linewidth=0.5)
@@ -166,12 +135,12 @@ def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | 
     colors = {band.lane: band.color for band in _BANDS if band.text not in ("compute waits", "NVMe writes")}
     widest = max([seconds, *predicted.values()])
     for row, lane in enumerate(_LANES):
-        busy_s = _busy_s(events, lane)
+        worked_s = busy_s(events, lane)
         axes.barh(row, seconds, height=0.62, color="#ECEEF1")
-        axes.barh(row, busy_s, height=0.62, color=colors[lane])
+        axes.barh(row, worked_s, height=0.62, color=colors[lane])
         if lane in predicted:
             axes.plot([predicted[lane]] * 2, [row - 0.42, row + 0.42], color="black", linewidth=2.2)
-        axes.text(1.02 * widest, row, f"{format_seconds(busy_s)}  {busy_s / seconds:4.0%}", va="center", fontsize=9)
+        axes.text(1.02 * widest, row, f"{format_seconds(worked_s)}  {worked_s / seconds:4.0%}", va="center", fontsize=9)
     axes.set_xlim(0, 1.3 * widest)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.set_yticks(range(len(_LANES)), _LANES)

@@ -18,7 +18,7 @@ from lohan_fx.planning.budgets import fixed_bytes, staging_bytes
 from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
-from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
+from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
 from lohan_fx.simulation.contention import Contention
 from lohan_fx.simulation.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 
@@ -211,7 +211,7 @@ class ComputeStream:
 
         def at() -> None:
             if begin:
-                self.idle_since_s = self._clock.now_s
+                self._forget_idle()
             else:
                 self._note_idle()
             done()
@@ -219,6 +219,10 @@ class ComputeStream:
         self._submit(at)
         if self._synchronous:
             yield self._reached()
+
+    def barrier_ends(self) -> None:
+        """Idling until the barrier of a step is over is no stall either; compute may have updates to make after it."""
+        self._submit(self._forget_idle)
 
     def mark(self) -> Signal | None:
         """Set when all submitted so far is done (``device_link.mark``)."""
@@ -245,15 +249,18 @@ class ComputeStream:
                 self._note_idle()
                 yield item
                 self._left -= 1
-                self.idle_since_s = self._clock.now_s
+                self._forget_idle()
             else:
                 item()
 
     def _note_idle(self) -> None:
         now_s = self._clock.now_s
         if now_s > self.idle_since_s:
-            self._clock.events.append(Event(COMPUTE_LANE, f"wait:{self.waiting_for}", self.idle_since_s, now_s))
+            self._clock.events.append(Event(COMPUTE_LANE, f"{STALL}{self.waiting_for}", self.idle_since_s, now_s))
         self.idle_since_s = now_s
+
+    def _forget_idle(self) -> None:
+        self.idle_since_s = self._clock.now_s
 
 
 class SimulatedMemory:

@@ -193,6 +193,7 @@ class SimulatedOptimizer:
     def _barrier(self) -> Thread:
         while self._unfinished:
             yield self._changed
+        self._machine.compute.barrier_ends()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, self._machine.clock.signal()

@@ -14,6 +14,7 @@ from lohan_fx.meta import Cost
 from lohan_fx.passes.liveness import Transit
 from lohan_fx.plan import OptimizerTiming, Plan
 from lohan_fx.planning.budgets import mean_request_bytes
+from lohan_fx.runtime.busy_seconds import busy_s
 from lohan_fx.runtime.timeline import COMPUTE_LANE, Event
 from lohan_fx.simulation.event_clock import Thread
 from lohan_fx.simulation.simulated_machine import MemoryPoint, SimulatedMachine
@@ -227,7 +228,8 @@ class _Step:
         forward_s = self._ends_s["forward"] - begun_s
         backward_end_s = self._ends_s.get("backward", self._ends_s["forward"]) - begun_s
         events = tuple(
-            dataclasses.replace(event, start_s=event.start_s - begun_s, end_s=event.end_s - begun_s)
+            # What the step before began is counted from here.
+            dataclasses.replace(event, start_s=max(0.0, event.start_s - begun_s), end_s=event.end_s - begun_s)
             for event in sorted(clock.events, key=lambda event: event.start_s)
             if event.end_s <= self.ended_s  # what it began for the next step is the next step's
         )
@@ -238,8 +240,8 @@ class _Step:
             forward_s=forward_s,
             backward_s=backward_end_s - forward_s,
             tail_s=step_s - backward_end_s,
-            busy_s={lane: _busy_s(events, lane) for lane in LANES},
-            stall_s=sum(e.end_s - e.start_s for e in events if _is_stall(e)),
+            busy_s={lane: busy_s(events, lane) for lane in LANES},
+            stall_s=sum(e.end_s - e.start_s for e in events if e.is_stall),
             bytes={lane: sum(e.bytes for e in events if e.lane == lane) for lane in LANES},
             nvme_read_bytes=sum(e.bytes for e in events if e.lane == "ssd" and e.label.startswith("read")),
             nvme_write_bytes=sum(e.bytes for e in events if e.lane == "ssd" and e.label.startswith("write")),
@@ -250,21 +252,3 @@ class _Step:
             memory=curve,
             events=events,
         )
-
-
-def _is_stall(event: Event) -> bool:
-    return event.lane == COMPUTE_LANE and event.label.startswith("wait:")
-
-
-def _busy_s(events: Iterable[Event], lane: str) -> float:
-    """Seconds in which at least one job of ``lane`` was under way; of compute without its stalls."""
-    busy, stalled, until = 0.0, 0.0, 0.0
-    for event in events:  # in the order of their starts
-        if event.lane != lane:
-            continue
-        if _is_stall(event):
-            stalled += event.end_s - event.start_s
-            continue
-        busy += max(0.0, event.end_s - max(event.start_s, until))
-        until = max(until, event.end_s)
-    return busy - stalled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lohan_fx.runtime.timeline import COMPUTE_LANE
+from lohan_fx.runtime.timeline import STALL
 from lohan_fx.simulation.simulated_machine import LAUNCHING
 from lohan_fx.simulation.simulated_step import Simulation
 
@@ -18,7 +18,6 @@ _KINDS: Mapping[str, str] = {
     "gradient window": "gradients to leave the device, whose updates are behind",
     LAUNCHING: "kernels to be launched by Python, which the lanes use too",
 }
-_PREFIX = "wait:"
 TAIL = "updates after the backward"
 
 
@@ -26,11 +25,9 @@ def waits_s(simulation: Simulation) -> dict[str, float]:
     """What compute waited for -> seconds, the longest first; and the updates that were left when the backward ended."""
     found: dict[str, float] = {TAIL: simulation.tail_s}
     for event in simulation.events:
-        if event.lane != COMPUTE_LANE or not event.label.startswith(_PREFIX):
+        if not event.is_stall:
             continue
-        label = event.label.removeprefix(_PREFIX)
+        label = event.label.removeprefix(STALL)
         kind = next((text for start, text in _KINDS.items() if label.startswith(start)), "the optimizer")
-        # What is waited for after the backward is in the tail already.
-        if event.end_s <= simulation.forward_s + simulation.backward_s:
-            found[kind] = found.get(kind, 0.0) + event.end_s - event.start_s
+        found[kind] = found.get(kind, 0.0) + event.end_s - event.start_s
     return dict(sorted(((kind, s) for kind, s in found.items() if s > 0), key=lambda item: -item[1]))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from lohan_fx.plan import Plan, Prediction, Stage, Windows
 from lohan_fx.reporting import timeline_chart
-from lohan_fx.reporting.timeline_chart import draw, union
+from lohan_fx.reporting.timeline_chart import draw
 from lohan_fx.runtime.timeline import Event
 
 STEP = [
@@ -34,14 +31,6 @@ WINDOWS = Windows(
 )
 PLAN = Plan("lohan", "cpu", "bfloat16", 1 << 30, 1 << 30, (), (), WINDOWS, prediction=PREDICTION)
 
-times = st.floats(0, 100, allow_nan=False)
-
-
-def test_busy_seconds_count_overlaps_once_and_compute_without_its_stalls() -> None:
-    assert timeline_chart._busy_s(STEP, "ssd") == 2.5
-    assert timeline_chart._busy_s(STEP, "compute") == 6.25
-    assert timeline_chart._busy_s(STEP, "cpu") == 3.5
-
 
 def test_what_is_predicted_of_a_lane_counts_updates_after_the_backward() -> None:
     prediction = dataclasses.replace(PREDICTION, optimizer=Stage({"ssd": 2.0, "cpu": 0.5}))
@@ -54,11 +43,16 @@ def test_stages_add_up_to_the_step() -> None:
     assert (stages.forward_s, stages.backward_s, stages.stall_s, stages.rest_s) == (1.5, 4.75, 0.75, 1.0)
 
 
-@given(st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair)))), times)
-def test_union_covers_the_same_moments_without_touching(intervals: list[tuple[float, float]], moment: float) -> None:
-    merged = union(intervals)
-    assert any(a <= moment <= b for a, b in merged) == any(a <= moment <= b for a, b in intervals)
-    assert all(left[1] < right[0] for left, right in itertools.pairwise(merged))
+@pytest.mark.parametrize("begin_s", [107.0, 107.5])
+def test_what_compute_waits_for_after_the_backward_is_of_no_stage(begin_s: float) -> None:
+    waited = Event("compute", "wait:update of w", begin_s, 108.0)
+    assert timeline_chart._stages([*STEP, waited], 8.0) == timeline_chart._stages(STEP, 8.0)
+
+
+def test_a_wait_as_the_backward_begins_is_the_backwards_alone() -> None:
+    waited = Event("compute", "wait:fetch of w", 102.0, 103.0)
+    stages = timeline_chart._stages([*STEP, waited], 8.0)
+    assert (stages.forward_s, stages.backward_s, stages.stall_s, stages.rest_s) == (1.5, 3.75, 1.75, 1.0)
 
 
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["measured", "predicted"])

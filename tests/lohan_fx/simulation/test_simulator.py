@@ -255,6 +255,34 @@ def test_putting_off_what_the_drives_have_no_time_for_shortens_the_step() -> Non
     assert (later.nvme_read_bytes, later.nvme_write_bytes) == (inside.nvme_read_bytes, inside.nvme_write_bytes)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_waiting_at_the_barrier_before_an_update_in_memory_is_no_stall(device: str) -> None:
+    """It is in the tail, and takes nothing from what compute did in its stages."""
+    plan = dataclasses.replace(plan_for(found := captured("transformer"), Keep()), device=device)
+    first, *others = plan.parameters
+    at_home = dict.fromkeys(("home", "states_home", "gradient_home"), Tier.DEVICE)
+    step = run(
+        found,
+        dataclasses.replace(plan, parameters=(dataclasses.replace(first, **at_home), *others)),
+        machine(device=device),
+    )
+    stages_s = step.forward_s + step.backward_s
+    assert step.tail_s > 1 and any(e.is_stall for e in step.events)
+    assert all(e.end_s <= stages_s + 1e-9 for e in step.events if e.is_stall)
+    assert step.busy_s["compute"] + step.stall_s == pytest.approx(stages_s)
+
+
+def test_what_the_step_before_began_is_busy_from_the_begin_of_this_one() -> None:
+    """Compute makes the updates that it has in memory, beside others that are put off, and then the next forward begins."""
+    plan = late(plan_for(found := captured("dropout"), Keep(), home=Tier.HOST), Tier.HOST, OptimizerTiming.NEXT_FORWARD)
+    first, *others = plan.parameters
+    moved = dataclasses.replace(first, states_home=Tier.NVME)
+    step = run(found, dataclasses.replace(plan, parameters=(moved, *others)), machine(device="cpu"))
+    (update,) = (e for e in step.events if e.label == f"update of {first.name}")
+    assert update.start_s == min(e.start_s for e in step.events) == 0.0
+    assert step.busy("cpu") <= 1.0
+
+
 def test_gradients_that_wait_on_nvme_are_written_and_read_back() -> None:
     plan = late(plan_for(found := captured("transformer"), Keep()), Tier.NVME)
     halves = rewrite(found, plan)
