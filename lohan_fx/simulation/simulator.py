@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lohan_fx import cost
+from lohan_fx import cost, request
 from lohan_fx.compile import compiled
 from lohan_fx.compiled_model import CompiledModel
 from lohan_fx.hardware import HardwareProfile
@@ -40,7 +40,8 @@ def simulate(
     """Simulate a training step of a compiled ``model`` by its last graphs, plan and profile; or of ``Halves`` by
     ``plan`` on ``hw``. Of inference graphs, which have no backward, the forward.
 
-    ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, from the profile's rates.
+    ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, by the rates of ``hw``, or else by
+    those that the first steps of a compiled model have corrected.
     ``fused_adam``: whether the optimizer is torch's fused one, as the profile's rate is; None: as the model's optimizer
     is, or fused. ``steps``: simulate so many in a row, and show the last; one more where updates run beside the next
     forward, so that what is shown has its predecessor's.
@@ -56,7 +57,9 @@ def simulate(
             raise ValueError("this model has no graphs yet: call it once, or lohan_fx.prepare(model, ...) first")
         halves = found.halves[-1]
         plan = found.plans[-1] if plan is None else plan
-        hw = found.request().hw if hw is None else hw
+        if hw is None:
+            known = found.request()
+            hw, node_seconds = known.hw, node_seconds or request.node_seconds(known)
         fused = _is_fused(found)
     program = step_program(halves, plan, node_seconds or by_rates(plan, hw), cost.handover_s(hw))
     return simulate_program(program, plan, hw, fused_adam=fused if fused_adam is None else fused_adam, steps=steps)

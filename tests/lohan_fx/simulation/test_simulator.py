@@ -11,11 +11,13 @@ from torch import nn
 
 import lohan_fx
 from lohan_fx import simulate
+from lohan_fx.compile import compiled
 from lohan_fx.meta import Cost, Phase
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Swap, Tier
 from lohan_fx.planning import holding
 from lohan_fx.reporting import timeline_chart
+from lohan_fx.request import node_seconds
 from lohan_fx.runtime.machine import start_machine
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.timeline import Timeline
@@ -424,6 +426,22 @@ def test_a_compiled_model_brings_its_plan(tmp_path: Path) -> None:
         step = simulate(model)
         assert step.nvme_read_bytes > 0 and step.step_s > 0
         assert simulate(model, hw=dataclasses.replace(profile, nvme=(drive(5e8, 5e8),))).step_s > step.step_s
+
+
+def test_a_compiled_model_is_simulated_by_what_its_steps_have_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, profile = tiny.Tiny(), tiny.profile(nvme=(drive(1e9, 1e9),))
+    with lohan_fx.releasing(lohan_fx.compile(model, profile, nvme=tmp_path, host_memory="1GiB", policy="keep")):
+        lohan_fx.prepare(model, tiny.batch().bfloat16())
+        as_planned, known = simulate(model), compiled(model).request()
+        assert simulate(model, hw=known.hw).step_s == as_planned.step_s
+        slower = dataclasses.replace(known, compute_scale=1e3, matmul_rate=known.matmul_rate / 1e3)
+        monkeypatch.setattr(compiled(model), "request", lambda: slower)
+        step = simulate(model)
+        assert step.busy_s["compute"] > 100 * as_planned.busy_s["compute"]
+        assert step.step_s == simulate(model, node_seconds=node_seconds(slower)).step_s
+        assert simulate(model, hw=known.hw).step_s == as_planned.step_s
 
 
 def test_an_unfused_adam_is_slower() -> None:
