@@ -102,6 +102,7 @@ class CompiledModel:
         self._replan: Replan | None = None
         self._revised = False
         self._corrected: tuple[Plan, Prediction] | None = None
+        self._trained_by: Plan | None = None
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
@@ -414,6 +415,12 @@ class CompiledModel:
         """Which of ``halves`` train."""
         return self._graphs.training()
 
+    def training_graph(self) -> int | None:
+        """The one of ``training_graphs`` whose forward ran last, or where none of them has run, that was captured last."""
+        graphs = self.training_graphs()
+        ran = (index for index in graphs if self.plans[index] is self._trained_by)
+        return next(ran, graphs[-1] if graphs else None)
+
     def _correct(self) -> None:
         """The first steps are over: correct the profile by them, and revise the plan if that pays (``self_check``)."""
         replan, self._replan = self._replan, None
@@ -502,6 +509,8 @@ class CompiledModel:
             self._unconfigured.pop(0)
         if self._preparing:
             raise Prepared(plan)
+        if training:
+            self._trained_by = plan
         with self._in_stage("forward", rises), self.engine.forward(training=training):
             yield
 

@@ -114,9 +114,10 @@ class Monitor:
 
     @property
     def plan(self) -> Plan | None:
-        """The training plan in force (the first steps may revise it; see ``compile``), None before there is one."""
-        graphs = self._compiled.training_graphs()
-        return self._compiled.plans[graphs[-1]] if graphs else None
+        """The training plan in force (the first steps may revise it; see ``compile``): with graphs for several shapes that of the
+        last training forward. None before there is one."""
+        graph = self._compiled.training_graph()
+        return self._compiled.plans[graph] if graph is not None else None
 
     def expected_peak_rss_bytes(self) -> int:
         """What the process will have in RAM at the peak of a training step under ``plan``, given what capture has left behind.
@@ -124,10 +125,10 @@ class Monitor:
 
         Raises ``ValueError`` before there is a plan.
         """
-        graphs = self._compiled.training_graphs()
-        if not graphs:
+        graph = self._compiled.training_graph()
+        if graph is None:
             raise ValueError("no training graph is captured yet: call lohan_fx.prepare(model, ...) first")
-        added_bytes = self._compiled.added_bytes()[graphs[-1]]
+        added_bytes = self._compiled.added_bytes()[graph]
         return min(self._compiled.memory.expected_peak_bytes(added_bytes), self._promised_rss_bytes())
 
     def memory(self) -> MemoryReport:

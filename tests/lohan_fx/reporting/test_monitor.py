@@ -10,6 +10,7 @@ import torch
 
 import lohan_fx
 from lohan_fx.compile import compiled
+from lohan_fx.reporting.memory_report import MemoryAccounts
 from lohan_fx.runtime.resident_limit import ResidentLimit
 from tests.tiny import Tiny, batch, profile
 
@@ -31,8 +32,8 @@ def model(tmp_path: Path, leak_check: None) -> Iterator[Tiny]:
     torch._dynamo.reset()
 
 
-def train_once(model: Tiny, optimizer: torch.optim.Optimizer) -> None:
-    model(batch()).backward()
+def train_once(model: Tiny, optimizer: torch.optim.Optimizer, rows: int = 4) -> None:
+    model(batch(rows=rows)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -70,6 +71,37 @@ def test_reports_hold_the_stages_of_their_own_step(model: Tiny) -> None:
         assert report.predicted_s == report.predicted.step_s > 0
         assert report.corrected is None
     assert monitor.step().stages is None, "of the step before"
+
+
+def test_each_step_is_held_against_the_plan_of_its_own_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryAccounts, "expected_peak_bytes", lambda _accounts, added_bytes: added_bytes)
+    model = Tiny()
+    lohan_fx.compile(
+        model,
+        profile(),
+        nvme=tmp_path,
+        host_memory=PROMISE_BYTES,
+        compute_dtype=torch.float32,
+        dynamic=False,
+        revise=False,
+    )
+    with lohan_fx.releasing(model):
+        monitor = lohan_fx.Monitor(model)
+        optimizer = lohan_fx.AdamW(model.parameters())
+        assert monitor.plan is None
+        small, large = (lohan_fx.prepare(model, batch(rows=rows)) for rows in (4, 512))
+        assert monitor.plan is large, "none has run: the one captured last"
+        for rows, plan in ((4, small), (512, large), (4, small)):
+            train_once(model, optimizer, rows)
+            with torch.no_grad():
+                model(batch(rows=8))
+            assert monitor.plan is plan
+            assert monitor.step().predicted is plan.prediction
+            index = compiled(model).plans.index(plan)
+            assert monitor.expected_peak_rss_bytes() == compiled(model).added_bytes()[index]
+        assert small.prediction != large.prediction
+        assert len(set(compiled(model).added_bytes()[:2])) == 2
+    torch._dynamo.reset()
 
 
 def test_micro_batches_have_no_stages(model: Tiny) -> None:
