@@ -175,6 +175,10 @@ class ParameterPlan:
         near = (Tier.DEVICE, Tier.HOST) if device == "cpu" else (Tier.DEVICE,)
         return self.home in near and self.states_home in near
 
+    def stays_in_memory_of(self, device: str) -> bool:
+        """Whether nothing at all moves for an update on ``device``: its gradient does not wait on NVMe either."""
+        return self.in_memory_of(device) and self.gradient_home is not Tier.NVME
+
     def returns_to(self, device: str) -> bool:
         """Whether the updated parameter is copied to ``device``, a GPU where it stays: the CPU has updated it."""
         stays = self.home is Tier.DEVICE and self.states_home is not Tier.DEVICE
@@ -183,7 +187,7 @@ class ParameterPlan:
     def runs_beside(self, ends: Ends, device: str) -> OptimizerTiming:
         """The stage that its update lengthens: not the backward, if its gradient is one of the last and something has to
         move for the update; not the next forward, if that begins with it or nothing has to move."""
-        here = self.in_memory_of(device)
+        here = self.stays_in_memory_of(device)
         match self.optimizer_runs:
             case OptimizerTiming.IN_BACKWARD if self.name in ends.last_gradients and not here:
                 return OptimizerTiming.AFTER_BACKWARD

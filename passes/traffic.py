@@ -246,7 +246,7 @@ def _adam(updated: list[ParameterPlan]) -> Cost:
 
 def _beside_forward_bytes(p: ParameterPlan, plan: Plan) -> int:
     """Bytes that drives move for an update of ``p`` beside the next forward, which waits for it."""
-    if p.optimizer_runs is not OptimizerTiming.NEXT_FORWARD or p.in_memory_of(plan.device):
+    if p.optimizer_runs is not OptimizerTiming.NEXT_FORWARD or p.stays_in_memory_of(plan.device):
         return 0
     return states_read_bytes([p]) + states_written_bytes([p]) + held_nvme_bytes([p])
 

@@ -25,7 +25,7 @@ from lohan_fx.runtime.activation_swap import ActivationSwap
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_arena import HostArena
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
-from lohan_fx.runtime.machine import Machine, start_machine
+from lohan_fx.runtime.machine import ACTIVATIONS, Machine, start_machine
 from lohan_fx.runtime.memory_use import MemoryUse, held_use, resident_use
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -90,7 +90,8 @@ class Engine:
         ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory. ``trains``: there
         is a backward among them, whose gradients wait where the plan says.
 
-        The first plan fixes the staging buffers; a later one (another input shape) only adds places. Raises ``StepError``
+        The first plan fixes the staging buffers, and the first that swaps to host memory how much there is for that; a later one
+        (another input shape) only adds places. Raises ``StepError``
         where updates of a step that is half done may be on their way to what is moved here.
         """
         self.micro_batches.forward_begins()
@@ -99,9 +100,13 @@ class Engine:
         self._machine.landing.reserve(brought_bytes)
         ops.bind(activation_slots, self)
         self._activation_slots.extend(activation_slots)
+        # Each plan has counted on its own windows; where several share the runtime the narrowest keep all their promises.
+        if trains:
+            self._optimizer.narrow(plan.windows.gradient_bytes)
         if any(isinstance(a.decision, Swap) for a in plan.activations):
-            # Each plan has counted on its own; where several share the runtime the narrowest keeps all their promises.
             self._swap.leaving.narrow(plan.windows.swap_out_bytes)
+        if not self._arena.provided and (arena_bytes := _arena_bytes(plan)):
+            self._arena.provide(self._machine.reserve_activations(arena_bytes))
         self._swap.prepare(sorted(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)
@@ -112,19 +117,18 @@ class Engine:
 
     def _set_up(self, plan: Plan) -> Machine:
         windows = plan.windows
-        arena_bytes = plan.forwards * sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))
-        machine = start_machine(self.store, self.device, self.timeline, windows, arena_bytes)
-        arena = HostArena(machine.pool.acquire("activations").tensor if arena_bytes else None)
-        self._swap = ActivationSwap(machine, arena)
-        optimizer = OutOfCoreOptimizer(
+        machine = start_machine(self.store, self.device, self.timeline, windows)
+        self._arena = HostArena(None)
+        self._swap = ActivationSwap(machine, self._arena)
+        self._optimizer = OutOfCoreOptimizer(
             machine,
             self.slots,
             self.residency,
             chunk_elements=windows.chunk_elements,
             window_bytes=windows.gradient_bytes,
         )
-        self.updates.connect(optimizer, shares_memory=machine.link.shares_memory)
-        self._stream = ParameterStream(machine, self.slots, self.residency, optimizer.pending, self.updates.wanted)
+        self.updates.connect(self._optimizer, shares_memory=machine.link.shares_memory)
+        self._stream = ParameterStream(machine, self.slots, self.residency, self._optimizer.pending, self.updates.wanted)
         return machine
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -278,13 +282,13 @@ class Engine:
         parameters, states = resident_use(self.residency)
         if self._machine is None:
             return MemoryUse(parameter_bytes=parameters, state_bytes=states)
-        places = self._machine.pool.places()
+        places = self._machine.places()
         leaving_bytes = self.updates.window_used if self._machine.link.shares_memory else 0
         held_bytes, in_room_bytes = held_use(self.residency, self.updates.leaving(), self.room.place())
         return MemoryUse(
-            staging=tuple(place for purpose, place in places.items() if purpose != "activations"),
+            staging=tuple(place for purpose, place in places.items() if purpose != ACTIVATIONS),
             landing=(self._machine.landing.place(),),
-            swapped=tuple(place for purpose, place in places.items() if purpose == "activations"),
+            swapped=tuple(place for purpose, place in places.items() if purpose == ACTIVATIONS),
             workspace=(self.workspace.place(), self.room.place()),
             parameter_bytes=parameters,
             state_bytes=states,
@@ -297,3 +301,8 @@ class Engine:
 def slots_by_name(slots: Mapping[int, ParameterSlot]) -> dict[str, ParameterSlot]:
     """The slots by the parameter's name in the model."""
     return {slot.name: slot for slot in slots.values()}
+
+
+def _arena_bytes(plan: Plan) -> int:
+    """What ``plan`` swaps to host memory, each on pages of its own."""
+    return plan.forwards * sum(a.bytes + 4096 for a in plan.activations if a.decision == Swap(Tier.HOST))

@@ -37,6 +37,16 @@ class HostArena:
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [] if self._memory is None else [(0, self._memory.numel())]
 
+    @property
+    def provided(self) -> bool:
+        return self._memory is not None
+
+    def provide(self, memory: torch.Tensor) -> None:
+        """``memory``, uint8, is what places are in. Only for an arena of nothing."""
+        with self._lock:
+            assert self._memory is None, "an arena has one stretch of memory"
+            self._memory, self._holes = memory, [(0, memory.numel())]
+
     def take(self, nbytes: int) -> Region | None:
         """A place of ``nbytes``, or None."""
         wanted = page_padded_bytes(nbytes)

@@ -29,6 +29,8 @@ STATE_WRITE_PRIORITY = 3
 
 SSD_THREADS = 3
 """Per drive: as many requests at a time."""
+ACTIVATIONS = "activations"
+"""Purpose of the host memory that they are swapped to."""
 OTHER_THREADS = 2
 """Beside a GPU the optimizer takes all cores but these: Python's own thread and the copies."""
 
@@ -54,6 +56,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._moments = Moments(self.moments)
+        self._activations: HostPool | None = None
 
     @property
     def device(self) -> torch.device:
@@ -146,18 +149,30 @@ class Machine:
         deadline_s = time.monotonic() + timeout_s
         for lane in self._lanes():
             lane.close(max(0.1, deadline_s - time.monotonic()))
-        self.pool.close(force=True)
+        for pool in self._pools():
+            pool.close(force=True)
         self.landing.close()
+
+    def reserve_activations(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8, for what swaps out to it; at most once."""
+        assert self._activations is None
+        self._activations = HostPool({ACTIVATIONS: Reservation(1, nbytes)}, pin=self.device.type == "cuda")
+        return self._activations.acquire(ACTIVATIONS).tensor
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """(address, bytes) of the host memory of each purpose."""
+        return {purpose: place for pool in self._pools() for purpose, place in pool.places().items()}
+
+    def _pools(self) -> tuple[HostPool, ...]:
+        return (self.pool,) if self._activations is None else (self.pool, self._activations)
 
     def _lanes(self) -> tuple[Lane, ...]:
         """In the order in which they hand jobs on."""
         return self.d2h, self.cpu, self.ssd, self.moments, self.h2d
 
 
-def start_machine(
-    store: NvmeStore, device: torch.device, timeline: Timeline, windows: Windows, arena_bytes: int
-) -> Machine:
-    """The lanes of one model, and host memory for ``windows`` and for ``arena_bytes`` of activations."""
+def start_machine(store: NvmeStore, device: torch.device, timeline: Timeline, windows: Windows) -> Machine:
+    """The lanes of one model, and host memory for ``windows``."""
     pool = HostPool(
         {
             "fetch": Reservation(windows.io_buffers, windows.io_bytes),
@@ -167,7 +182,6 @@ def start_machine(
             "optimizer": Reservation(windows.optimizer_buffers, buffer_bytes(windows.chunk_elements)),
             "small": Reservation(small_buffers(windows), buffer_bytes(SMALL_ELEMENTS)),
             "compute": Reservation(1, buffer_bytes(windows.chunk_elements)),
-            "activations": Reservation(1 if arena_bytes else 0, arena_bytes),
         },
         pin=device.type == "cuda",
     )

@@ -57,6 +57,10 @@ class OutOfCoreOptimizer:
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
+    def narrow(self, window_bytes: int) -> None:
+        """From now on gradients of no more than ``window_bytes`` wait."""
+        self._window_bytes = min(self._window_bytes, window_bytes)
+
     def offer(self, slot: int, gradient: torch.Tensor, purpose: Purpose, options: AdamOptions | None) -> None:
         """Hand over the gradient of ``slot``; returns once it may leave the device, not once it is applied."""
         parameter = self._slots[slot]

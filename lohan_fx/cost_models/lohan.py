@@ -87,8 +87,9 @@ def _corrected(
         launched = of("op_overhead_s") * of(f"{stage}_launches")
         return launched + of("interpreter_s_per_job") * of(f"{stage}_jobs")
 
-    def one_core_s(updated_bytes: str) -> Expression:
-        return of("cores_beside_adam") * of(updated_bytes) / STATE_BYTES / of("adam_parameters_per_s")
+    def one_core_s(parameters: Expression) -> Expression:
+        """What Adam by a lane's one thread takes longer than by all cores."""
+        return of("cores_beside_adam") * parameters / of("adam_parameters_per_s")
 
     forward = (
         Term(
@@ -96,7 +97,7 @@ def _corrected(
             of("forward_s")
             + drives(of("first_fetched_nvme_bytes"), sympy.Integer(0))
             + of("adam_on_device") * (swapped / d2h + next_adam_s)
-            + one_core_s("next_state_read_bytes")
+            + one_core_s(of("next_adam_parameters"))
             + served_forward,
         ),
         Term("h2d", of("fetched_forward_bytes") / h2d),
@@ -120,7 +121,9 @@ def _corrected(
     # While compute waits for an update, nothing is taken from it by that.
     blocking_adam_s = of("adam_on_device") * adam(blocking_read / STATE_BYTES, *rates)
     blocking_served = (
-        per_byte * (blocking_read + blocking_written) + blocking_adam_s + one_core_s("blocking_read_bytes")
+        per_byte * (blocking_read + blocking_written)
+        + blocking_adam_s
+        + one_core_s(of("blocking_read_bytes") / STATE_BYTES)
     )
     backward = (
         Term(
@@ -129,8 +132,8 @@ def _corrected(
             + of("recompute_s")
             + of("coming_back_s")
             + of("adam_on_device") * adam_s
-            + one_core_s("state_read_bytes")
-            + one_core_s("repeated_state_bytes")
+            + one_core_s(of("state_read_bytes") / STATE_BYTES)
+            + one_core_s(of("repeated_state_bytes") / STATE_BYTES)
             + served
             + sympy.Max(0, drives(blocking_read, blocking_written) - of("blocking_hidden_s") - blocking_served),
         ),
@@ -153,7 +156,10 @@ def _corrected(
         Term("ssd", drives(of("late_state_read_bytes") + held, of("late_state_write_bytes"))),
         Term(
             "cpu",
-            late_adam_s + of("late_returned_bytes") / h2d + one_core_s("late_state_read_bytes") + late_serial_s,
+            late_adam_s
+            + of("late_returned_bytes") / h2d
+            + one_core_s(of("late_state_read_bytes") / STATE_BYTES)
+            + late_serial_s,
         ),
     )
     return CostModel(

@@ -53,7 +53,7 @@ def touched_staging_bytes(plan: Plan) -> int:
     updated there."""
     windows = plan.windows
     trained = [p for p in plan.parameters if p.trainable]
-    stay = [p.in_memory_of(plan.device) and p.gradient_home is not Tier.NVME for p in trained]
+    stay = [p.stays_in_memory_of(plan.device) for p in trained]
     leaves = any(a.decision == Swap(Tier.NVME) for a in plan.activations)
     here = 4 * windows.chunk_elements if any(stay) else 0
     streamed = 0 if all(stay) else _touched_states_bytes(plan)

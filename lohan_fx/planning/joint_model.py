@@ -31,8 +31,10 @@ from lohan_fx.planning.placement import placed
 from lohan_fx.planning.plan_builder import build_plan, layer_of_parameter
 from lohan_fx.planning.problem import ParameterFacts, Problem
 from lohan_fx.planning.step_time import (
+    adds_of_a_read_one,
     device_of,
     fetches_of,
+    is_read,
     parameter_adds,
     quantities_of_plan,
     stage_lanes,
@@ -50,6 +52,8 @@ class Homes(NamedTuple):
     twice: bool = False
 
 
+_UNREAD = 1e-6
+"""What a move of a parameter that this graph does not read counts, of one that it reads."""
 ROUNDING = 1e-6
 """By how much HiGHS may miss a whole number."""
 
@@ -86,6 +90,7 @@ def joint_model(problem: Problem, hw: HardwareProfile, graph_bytes: int) -> Join
             p.name in problem.ends.first_fetches,
             p.name in problem.ends.last_gradients,
             _blocking(problem, p),
+            is_read(problem, p.name),
         )
         alike.setdefault((p.numel, p.bytes, p.trainable, fetches_of(problem, p.name), *ends), []).append(p)
     homes = tuple(_homes(members[0], problem, hw) for members in alike.values())
@@ -180,7 +185,11 @@ def _used(problem: Problem, p: ParameterFacts, at: Homes) -> Adds:
     shared = problem.budgets.shared
     device, host = parameter_bytes(placed, device_of(problem))
     held = {Quantity.DEVICE: device, Quantity.HOST: host + (device if shared else 0)}
-    return {quantity: added for quantity, added in {**parameter_adds(problem, placed), **held}.items() if added}
+    if is_read(problem, p.name):
+        moved = parameter_adds(problem, placed)
+    else:  # it is, by another graph: it gets what memory the ones of this graph leave
+        moved = {quantity: _UNREAD * added for quantity, added in adds_of_a_read_one(problem, placed).items()}
+    return {quantity: added for quantity, added in {**moved, **held}.items() if added}
 
 
 def _placed(p: ParameterFacts, at: Homes) -> ParameterPlan:

@@ -47,8 +47,9 @@ class Problem:
     """Everything the planner decides from.
 
     ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
-    home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there;
-    once each where it is not said. A tied weight is read at both ends, an embedding's not by the backward.
+    home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there; once each
+    where nothing is said of any, and not at all where only others are named. A tied weight is read at both ends, an
+    embedding's not by the backward.
     ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
     ``handover_s``: what compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and
     ``backward_s``. ``launches``: how many ops the (forward, backward) launch on a GPU. ``coming_back_s``: what compute waits

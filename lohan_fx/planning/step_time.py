@@ -29,6 +29,11 @@ from lohan_fx.planning.problem import Problem
 
 def parameter_adds(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
     """What one parameter, updated on arrival of its gradient or in the next forward, adds to what a step moves."""
+    return adds_of_a_read_one(problem, p) if is_read(problem, p.name) else {}
+
+
+def adds_of_a_read_one(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
+    """``parameter_adds``, if the graph reads it."""
     fetches = fetches_of(problem, p.name)
     forward, backward = (p.bytes * times if p.home is not Tier.DEVICE else 0 for times in fetches)
     streamed = p.home is Tier.NVME
@@ -150,6 +155,11 @@ def fetches_of(problem: Problem, parameter: str) -> tuple[int, int]:
     return problem.fetches.get(parameter, (1, 1))
 
 
+def is_read(problem: Problem, parameter: str) -> bool:
+    """Whether the graph reads ``parameter``: what it does not has no gradient either."""
+    return not problem.fetches or parameter in problem.fetches
+
+
 def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
     """The sums of ``decision_model`` for ``plan``, memory aside."""
     found = problem.activations
@@ -171,7 +181,7 @@ def quantities_of_plan(problem: Problem, plan: Plan) -> dict[Quantity, float]:
 
 def work_of(problem: Problem, total: Adds) -> cost.Work:
     """The step's work, of which ``total`` are the sums."""
-    trained = [p for p in problem.parameters if p.trainable]
+    trained = [p for p in problem.parameters if p.trainable and is_read(problem, p.name)]
 
     def of(quantity: Quantity) -> int:
         return int(total.get(quantity, 0))
@@ -268,12 +278,16 @@ def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, .
         return {}
     per_byte, per_request = hw.io_core_s_per_byte, hw.io_core_s_per_request
     found = {q: per_byte + per_request * _requests_per_byte(problem, q) for q in quantities}
-    one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s
-    for states in found.keys() & set(_STATES):
-        found[states] += per_byte + one_core_s
-    if Quantity.NEXT_STATES_READ in found:
-        found[Quantity.NEXT_STATES_READ] += one_core_s
+    for states in found.keys() & set(_STATES):  # which are written, too
+        found[states] += per_byte
+    for states in found.keys() & {Quantity.STATES, Quantity.REPEATED_STATES}:
+        found[states] += _one_core_s(hw) / STATE_BYTES
     return found
+
+
+def _one_core_s(hw: HardwareProfile) -> float:
+    """What a parameter's Adam by a lane's one thread takes longer on a CPU that computes than by all cores."""
+    return (hw.cpu_cores - 1) / hw.adam_parameters_per_s
 
 
 def _served_by_a_byte(hw: HardwareProfile) -> float:
@@ -298,7 +312,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     adam_s = max(1 / hw.adam_parameters_per_s, cost.ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s)
     copied_s = {q.SWAPPED: 1 / d2h} if on_cpu else {}
     returned_s = 0.0 if on_cpu else 1 / h2d
-    next_on_device = {q.NEXT_UPDATED: adam_s} if on_cpu else {}
+    next_on_device = {q.NEXT_UPDATED: adam_s + _one_core_s(hw)} if on_cpu else {}
     forward = _links(
         cost.forward_stage(nothing, hw),
         {
@@ -336,7 +350,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
             PYTHON_LANE: {q.BACKWARD_JOBS: hw.interpreter_s_per_job},
         },
     )
-    one_core_s = (hw.cpu_cores - 1) / STATE_BYTES / hw.adam_parameters_per_s if on_cpu else 0.0
+    one_core_s = _one_core_s(hw) / STATE_BYTES if on_cpu else 0.0
     late = {
         q.LATE_UPDATED: adam_s,
         q.LATE_RETURNED: returned_s,
@@ -355,7 +369,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
         )
         (compute,) = next(lane.lines for lane in backward if Quantity.RECOMPUTE_S in lane.lines[0].per)
         served_s = _served_by_a_byte(hw)
-        adam_s_of_byte = (adam_s + (hw.cpu_cores - 1) / hw.adam_parameters_per_s) / STATE_BYTES if on_cpu else 0.0
+        adam_s_of_byte = (adam_s + _one_core_s(hw)) / STATE_BYTES if on_cpu else 0.0
         beside = {
             **compute.per,
             q.BLOCKING_HIDDEN_S: -1.0,

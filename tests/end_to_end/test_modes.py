@@ -16,7 +16,7 @@ import lohan_fx
 from lohan_fx import pipeline
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Tier
+from lohan_fx.plan import Swap, Tier
 from lohan_fx.planning.memory_model import resident_bytes
 from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, Output, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain, train, weights_of
@@ -46,6 +46,32 @@ def adamw(model: nn.Module) -> Any:
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_before_training_changes_nothing_of_it(streamed: Any) -> None:
+    """Neither what leaves for the drives (there is host memory for swaps all the same) nor how far gradients may run ahead."""
+    inputs, written, windows = tokens(), [], []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        with streamed(GPT2_SHALLOW.build(), policy="swap-host") as model:
+            optimizer = adamw(model)
+            if evaluates:
+                with torch.no_grad():
+                    model(**inputs)
+            for _ in range(2):
+                before = compiled(model).engine.store.bytes_written
+                model(**inputs).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                compiled(model).engine.before_reading()
+            plan, engine = compiled(model).plans[-1], compiled(model).engine
+            assert plan.prediction is not None
+            assert any(a.decision == Swap(Tier.HOST) for a in plan.activations)
+            written.append((engine.store.bytes_written - before, plan.prediction.nvme_write_bytes))
+            windows.append((engine._optimizer._window_bytes, plan.windows.gradient_bytes))
+    assert written[0] == written[1]
+    assert all(measured == foretold for measured, foretold in written)
+    assert all(real <= planned for real, planned in windows)
 
 
 @pytest.mark.parametrize("policy", ["keep", "lohan"])

@@ -14,6 +14,7 @@ from lohan_fx.plan import (
     ActivationPlan,
     Decision,
     Division,
+    Ends,
     Keep,
     OptimizerTiming,
     ParameterPlan,
@@ -29,6 +30,7 @@ from lohan_fx.plan import (
     parse_decision,
 )
 
+NEXT_FORWARD = OptimizerTiming.NEXT_FORWARD
 DECISIONS: tuple[Decision, ...] = (Keep(), Recompute(), Swap(Tier.HOST), Swap(Tier.NVME))
 WINDOWS = Windows(
     fetch_bytes=0,
@@ -357,3 +359,17 @@ def test_only_what_can_be_is_updated_twice() -> None:
     ):
         with pytest.raises(ValueError, match=r"updated_twice of 'w'"):
             dataclasses.replace(twice, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("waits", "device", "beside"),
+    [
+        (Tier.HOST, "cpu", OptimizerTiming.AFTER_BACKWARD),
+        (Tier.NVME, "cpu", NEXT_FORWARD),
+        (Tier.HOST, "cuda", NEXT_FORWARD),
+    ],
+)
+def test_what_waits_on_a_drive_is_updated_beside_the_forward(waits: Tier, device: str, beside: OptimizerTiming) -> None:
+    """In memory of the CPU as it may be: its gradient has to come back first, as the runtime and the simulator have it."""
+    p = ParameterPlan("w", "", 1 << 20, 1 << 21, True, Tier.DEVICE, Tier.HOST, NEXT_FORWARD, waits)
+    assert p.runs_beside(Ends(), device) is beside

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("leak_check")
 def test_a_close_that_was_too_late_may_be_called_again(in_store: bool, tmp_path: Path) -> None:
     store = NvmeStore([tmp_path])
     engine = Engine([], store, torch.device("cpu"))
-    engine._machine = machine = start_machine(store, engine.device, Timeline(), plan().windows, 0)
+    engine._machine = machine = start_machine(store, engine.device, Timeline(), plan().windows)
     began, goes_on = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -25,7 +25,7 @@ def test_each_drive_has_threads(drives: int, tmp_path: Path) -> None:
         directory.mkdir()
     with NvmeStore(directories) as store:
         windows = Windows(0, 0, 0, 4096, 4096, 1, 2, 2, 0)
-        machine = start_machine(store, torch.device("cpu"), Timeline(), windows, 0)
+        machine = start_machine(store, torch.device("cpu"), Timeline(), windows)
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("lohan-ssd")]
         machine.close()
     assert len(names) == SSD_THREADS * drives

@@ -474,6 +474,27 @@ def test_gradients_on_the_device_wait_for_the_window(tmp_path: Path, shares_memo
         assert rig.machine.timeline.stall_s > 0
 
 
+def test_a_window_only_narrows(tmp_path: Path, shares_memory: bool) -> None:
+    for rig in rigged(tmp_path, window_bytes=8 * ELEMENTS, shares_memory=shares_memory):
+        rig.optimizer.narrow(4 * ELEMENTS)
+        rig.optimizer.narrow(1 << 30)
+        gate, offered = threading.Event(), threading.Event()
+        rig.machine.d2h.submit(gate.wait)
+        rig.optimizer.offer(0, rig.gradient(0, 0), Purpose.APPLY, OPTIONS)
+
+        def offer_more(rig: Rig = rig, offered: threading.Event = offered) -> None:
+            rig.optimizer.offer(1, rig.gradient(1, 0), Purpose.APPLY, OPTIONS)
+            offered.set()
+
+        thread = threading.Thread(target=offer_more)
+        thread.start()
+        assert not offered.wait(0.2), "it waits: the first fills the narrow window"
+        gate.set()
+        thread.join(PATIENCE_S)
+        assert offered.is_set()
+        rig.optimizer.barrier(PATIENCE_S)
+
+
 def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path, shares_memory: bool) -> None:
     for rig in rigged(tmp_path, window_bytes=1, shares_memory=shares_memory):
         for seed in range(2):

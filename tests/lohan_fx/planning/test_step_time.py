@@ -112,6 +112,24 @@ def test_the_lines_are_the_cost_model(
             assert max(lane.at(total) for lane in lanes) == pytest.approx(found.seconds, rel=1e-9)
 
 
+def test_a_parameter_that_the_graph_does_not_read_moves_nothing() -> None:
+    asked = problem(10**10, 10**10, shared=False)
+    plan = build_plan(asked, {}, default_homes(asked, Tier.NVME), Tier.NVME)
+    fetches = {p.name: (1, 1) for p in asked.parameters}
+    with_all = work_of(asked, quantities_of_plan(asked, plan))
+    assert (
+        work_of(replace(asked, fetches=fetches), quantities_of_plan(replace(asked, fetches=fetches), plan)) == with_all
+    )
+    unread = next(p for p in asked.parameters if p.trainable and p.numel > 1 << 15)
+    del fetches[unread.name]
+    asked = replace(asked, fetches=fetches)
+    without = work_of(asked, quantities_of_plan(asked, plan))
+    assert without.state_read_bytes == with_all.state_read_bytes - 12 * unread.numel
+    assert without.adam_parameters == with_all.adam_parameters - unread.numel
+    assert without.gradient_bytes == with_all.gradient_bytes - unread.bytes
+    assert without.fetched_forward_bytes == with_all.fetched_forward_bytes - unread.bytes
+
+
 def test_without_drives_there_is_no_ssd_lane() -> None:
     forward, backward, after = stage_lanes(problem(10**10, 10**10), replace(CPU, nvme=()))
     assert (len(forward), len(backward)) == (len(stage_lanes(problem(1, 1), CPU)[0]) - 4, 4)
@@ -122,7 +140,8 @@ def test_without_drives_there_is_no_ssd_lane() -> None:
 def test_what_a_plan_moves(home: Tier, states: Tier) -> None:
     asked = problem(10**10, 10**10, shared=False)
     plan = build_plan(asked, {}, default_homes(asked, home), states)
-    asked = replace(asked, fetches={"layers.0.fc.weight": (2, 0)}, ends=Ends(frozenset({"layers.0.fc.weight"})))
+    fetches = {p.name: (1, 1) for p in asked.parameters} | {"layers.0.fc.weight": (2, 0)}
+    asked = replace(asked, fetches=fetches, ends=Ends(frozenset({"layers.0.fc.weight"})))
     total = quantities_of_plan(asked, plan)
     large = [p for p in asked.parameters if p.numel > 1 << 15]
     trained = [p for p in large if p.trainable]

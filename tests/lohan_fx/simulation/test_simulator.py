@@ -141,7 +141,7 @@ def test_staging_buffers_are_those_of_the_runtime(chunk_elements: int, optimizer
     given = windows(chunk_elements=chunk_elements, optimizer_buffers=optimizer_buffers)
     simulated = SimulatedMachine(plan_for(one_layer(8), Keep(), windows=given), machine(device="cpu"), fused_adam=True)
     with NvmeStore([tmp_path]) as store:
-        real = start_machine(store, torch.device("cpu"), Timeline(), given, 0)
+        real = start_machine(store, torch.device("cpu"), Timeline(), given)
         counts = {purpose: shelf.count for purpose, shelf in real.pool._shelves.items() if purpose != "activations"}
         real.close()
     assert {purpose: shelf.count for purpose, shelf in simulated.pool.items()} == counts
