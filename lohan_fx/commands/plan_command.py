@@ -45,7 +45,7 @@ from lohan_fx.forecasting.forecast import Asked, Subject, forecast, libraries_si
 from lohan_fx.forecasting.forecast_table import forecast_data, forecast_text
 from lohan_fx.forecasting.formulas import formula_data, formula_text
 from lohan_fx.forecasting.max_model import BATCH, limit_data, limit_text, relatives, system_limit
-from lohan_fx.forecasting.meta_capture import meta_capture
+from lohan_fx.forecasting.meta_capture import first_line, meta_capture
 from lohan_fx.forecasting.what_if import (
     Row,
     SubjectOf,
@@ -279,7 +279,7 @@ def _captured(
         if source.is_code:
             raise
         raise ValueError(
-            f"{source.name}: the model of this config does not run, so its sizes do not go together: {_reason(error)}"
+            f"{source.name}: the model of this config does not run, so its sizes do not go together: {first_line(error)}"
         ) from error
     except RuntimeError as error:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))
@@ -303,12 +303,6 @@ def _no_warnings() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _reason(error: Exception) -> str:
-    """What the model's own operation said, without what Dynamo says around it."""
-    said = re.search(r"got (\w+\(.*)", str(error))
-    return (said.group(1) if said else str(error).strip().splitlines()[0])[:300]
 
 
 def _largest_model(

@@ -38,6 +38,8 @@ def equal_blocks(model: nn.Module) -> tuple[EqualBlocks | None, str]:
     for number, block in enumerate(blocks):
         if signature(block) != first:
             return None, f"every block was traced: {path}.{number} is not built like {path}.0"
+    if (shared := _shared(model, path)) is not None:
+        return None, f"every block was traced: {shared} is a parameter of more than its block"
     parent, _, name = path.rpartition(".")
     return EqualBlocks(path, model.get_submodule(parent), name, blocks), ""
 
@@ -50,6 +52,16 @@ def truncated(found: EqualBlocks, count: int) -> Iterator[None]:
         yield
     finally:
         found.owner._modules[found.name] = found.blocks
+
+
+def _shared(model: nn.Module, path: str) -> str | None:
+    """A parameter of a block at ``path`` that is another block's, too, or one outside of them."""
+    owners: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+        if owners.setdefault(parameter, block) != block:
+            return name
+    return None
 
 
 def signature(block: nn.Module) -> Hashable:
