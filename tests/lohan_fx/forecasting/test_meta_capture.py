@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
@@ -277,6 +279,70 @@ def test_blocks_that_differ_in_a_setting_are_not_equal() -> None:
 def test_what_is_wrong_with_all_blocks_is_said_as_it_is() -> None:
     with pytest.raises(TorchDynamoException, match="same reduction dim"):
         meta_capture(Stack(), {"x": torch.zeros(2, 7)}, compute_dtype=torch.bfloat16)
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    OTHER = 2
+
+
+@dataclass
+class Config:
+    rate: float
+
+
+def of_last(usual: Any, last: Any) -> Callable[[int], Any]:
+    """Another setting for the last block, which is not among those that are traced."""
+    return lambda number: last if number == 6 else usual
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_last([1], [1, 1]),
+        of_last((1, [2]), (1, [3])),
+        of_last({"a": 1}, {"a": 1.0}),
+        of_last({"a": 1}, {"b": 1}),
+        of_last({1}, {2}),
+        of_last(Kind.ONE, Kind.OTHER),
+        of_last(torch.relu, torch.tanh),
+        of_last(functools.partial(pow, 2), functools.partial(pow, 3)),
+        of_last(Config(0.1), Config(0.2)),
+        of_last([nn.ReLU()], [nn.Tanh()]),
+        of_last(torch.zeros(2), torch.zeros(3)),
+        lambda number: lambda x: x * number,
+        lambda number: object(),
+    ],
+)
+def test_blocks_that_differ_in_what_is_no_plain_setting_are_not_equal(made: Callable[[int], Any]) -> None:
+    found, why_not = equal_blocks(Blocks(made))
+    assert found is None and " is not built like layers.0" in why_not
+
+
+class Indirect(Block):
+    """Holds a method of its own, its own layer in a list, and its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, lambda _: [{"a": (1, None)}, Kind.ONE, Config(0.1), torch.zeros(2), {3}])
+        self.layer_idx = number
+        self.run = self.forward
+        self.held = [self.linear, functools.partial(self.linear.forward)]
+
+
+def test_blocks_that_hold_the_same_each_for_itself_are_equal() -> None:
+    model = Blocks()
+    model.layers = nn.ModuleList(Indirect(number) for number in range(7))
+    assert equal_blocks(model)[0] is not None
+    model.layers[6].held = [model.layers[0].linear, model.layers[6].held[1]]
+    assert equal_blocks(model)[0] is None
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "mixtral", "vit"])
+def test_blocks_of_hugging_face_are_equal(kind: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**sizes))
+    assert equal_blocks(model)[0] is not None
 
 
 def test_few_blocks_are_simply_traced() -> None:
