@@ -189,7 +189,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     with _no_warnings():
         source = source_of(arguments.model)
     asked = asked_for(arguments)
-    make = functools.partial(_captured, dtype=asked.compute_dtype, device=asked.hw.device, lean=arguments.lean_loss)
+    make = functools.partial(_captured, dtype=asked.compute_dtype, lean=arguments.lean_loss)
     subjects = _Subjects(functools.partial(make, source), batch, seq)
     name = Path(source.name).name if source.is_code else source.name
     if arguments.vary is not None:
@@ -202,7 +202,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         return _show(arguments, f"{name}, batch", best_batch(subjects.get, asked), pick=best)
     if arguments.max_model:
         return _largest_model(arguments, source, asked, seq, make)
-    return _single(arguments, subjects.get(None, None), asked)
+    return _single(arguments, subjects.get(None, None, asked.hw.device), asked)
 
 
 def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> int:
@@ -248,24 +248,24 @@ def _largest(rows: Sequence[Row]) -> Row | None:
 
 
 class _Subjects:
-    """Captures of one model, each shape once."""
+    """Captures of one model, each shape and device once."""
 
     def __init__(self, make: SubjectOf, batch: int | None, seq: int | None) -> None:
         self._make, self._batch, self._seq = make, batch, seq
-        self._last: tuple[tuple[int | None, int | None], Subject] | None = None
+        self._last: tuple[tuple[int | None, int | None, str], Subject] | None = None
 
-    def get(self, batch: int | None, seq: int | None) -> Subject:
-        """The model at this shape; None for what was asked for on the command line."""
-        shape = (batch or self._batch, seq or self._seq)
+    def get(self, batch: int | None, seq: int | None, device: str) -> Subject:
+        """The model at this shape, None for what was asked for on the command line, as a ``device`` runs it."""
+        case = (batch or self._batch, seq or self._seq, device)
         # Only the last is kept: a graph of many blocks takes some hundred MB.
-        if self._last is None or self._last[0] != shape:
+        if self._last is None or self._last[0] != case:
             self._last = None
-            self._last = (shape, self._make(*shape))
+            self._last = (case, self._make(*case))
         return self._last[1]
 
 
 def _captured(
-    source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, device: str, lean: bool = False
+    source: ModelSource, batch: int | None, seq: int | None, device: str, *, dtype: torch.dtype, lean: bool = False
 ) -> Subject:
     """``ValueError`` where a config's model cannot be traced; of the user's own code the error is shown as it is."""
     try:
@@ -310,11 +310,13 @@ def _largest_model(
     source: ModelSource,
     asked: Asked,
     seq: int | None,
-    make: Callable[[ModelSource, int, int | None], Subject],
+    make: Callable[[ModelSource, int, int | None, str], Subject],
 ) -> int:
     """What our planner can do under the policy, and what its system itself could: batch 1 (LoHan's protocol, L-EX-01)."""
     models = relatives(source.name, source.dims, seq)
-    subjects = [(dims.name, functools.partial(make, source_of(dims.name), BATCH, seq)) for dims in models]
+    subjects = [
+        (dims.name, functools.partial(make, source_of(dims.name), BATCH, seq, asked.hw.device)) for dims in models
+    ]
     limit = system_limit(models, asked, seq)
     rows = max_model(subjects, asked)
     code = _show(arguments, "largest model", rows, pick=_largest, more={"system": limit_data(limit)})

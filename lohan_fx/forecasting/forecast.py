@@ -48,7 +48,7 @@ PRICE_YEARS = 3
 class Asked:
     """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
     the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept.
-    ``forwards``: how many wait for their backwards at once."""
+    ``forwards``: how many wait for their backwards at once. ``notes``: what the user should know of ``hw``."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -59,6 +59,7 @@ class Asked:
     clipping: bool = False
     checkpoints: int = 0
     forwards: int = 1
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ class Forecast:
 
 
 def _notes_on(asked: Asked) -> list[str]:
-    """That it asks for more than there is, and what a step is."""
-    hw, notes = asked.hw, []
+    """Its own, that it asks for more than there is, and what a step is."""
+    hw, notes = asked.hw, list(asked.notes)
     for tier, promised, there_is in (
         ("host", asked.host_memory_bytes, hw.host_memory_bytes),
         ("device", asked.device_memory_bytes, hw.device_memory_bytes),

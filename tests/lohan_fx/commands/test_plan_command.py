@@ -205,6 +205,23 @@ def test_other_gpus_and_shapes(model: str, capsys: pytest.CaptureFixture[str]) -
     assert [row["tokens"] for row in found["rows"]] == [64, 128]
 
 
+def test_another_gpu_is_planned_for_as_if_its_profile_were_given(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the profile is a CPU's, which has no fused attention with dropout; what its link is, a note says."""
+    gpu = HardwareProfile.preset(PRESET)
+    write(dataclasses.replace(gpu, device="cpu", device_name="a CPU"), tmp_path / "cpu.toml")
+    given = ("--batch", "2", "--no-simulation")
+    row = answered(capsys, model, "--vary", "gpu=rtx4090", *given, hw=str(tmp_path / "cpu.toml"))["rows"][0]
+    alone = answered(capsys, model, *given)
+    assert row | {"hardware": "", "notes": []} == alone | {"case": "rtx4090", "hardware": "", "notes": []}
+    assert [note for note in row["notes"] if "copies within its memory" in note] and not alone["notes"]
+    assert plan(model, "--vary", "gpu=rtx4090", *given, hw=str(tmp_path / "cpu.toml")) == 0
+    assert capsys.readouterr().out.count("note: ") == 1
+    assert plan(model, "--vary", "gpu=rtx4090", *given) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
 def test_the_best_sequence_has_the_most_tokens_a_second(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answered(capsys, model, "--vary", "seq=32,128", "--no-simulation")
     short, long = found["rows"]
