@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchRuntimeError
 
 import lohan_fx
 from lohan_fx.commands.plan_arguments import (
@@ -40,7 +40,7 @@ from lohan_fx.commands.plan_arguments import (
     checked,
     count,
 )
-from lohan_fx.errors import CaptureError, InfeasiblePlan, NoDrive
+from lohan_fx.errors import InfeasiblePlan, NoDrive
 from lohan_fx.forecasting.forecast import Asked, Subject, forecast, libraries_silenced
 from lohan_fx.forecasting.forecast_table import forecast_data, forecast_text
 from lohan_fx.forecasting.formulas import formula_data, formula_text
@@ -267,7 +267,7 @@ class _Subjects:
 def _captured(
     source: ModelSource, batch: int | None, seq: int | None, device: str, *, dtype: torch.dtype, lean: bool = False
 ) -> Subject:
-    """``ValueError`` where a config's model cannot be traced; of the user's own code the error is shown as it is."""
+    """``ValueError`` where an operation of a config's model fails; of the user's own code the error is shown as it is."""
     try:
         with libraries_silenced():
             with contextlib.nullcontext() if source.is_code else _no_warnings():
@@ -275,7 +275,7 @@ def _captured(
             with _no_warnings():
                 model = with_lean_loss(example.model) if lean else example.model
                 capture = meta_capture(model, example.inputs, compute_dtype=dtype, device=device)
-    except (CaptureError, TorchDynamoException) as error:
+    except TorchRuntimeError as error:
         if source.is_code:
             raise
         raise ValueError(

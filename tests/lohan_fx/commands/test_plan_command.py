@@ -480,6 +480,27 @@ def test_a_config_whose_sizes_do_not_go_together(tmp_path: Path, capsys: pytest.
         assert message in one_line(capsys)
 
 
+def test_a_config_whose_model_cannot_be_captured_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sizes are in order: it edits a parameter."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    others = {"vocab_size": 256, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    layers = {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 2,
+    }
+    config = {"model_type": "gemma3n_text", "num_key_value_heads": 2, **sizes, **others, **layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(str(tmp_path)) == 1
+    assert one_line(capsys).startswith("lohan-fx: the model edits its parameter model.layers.0.altup.")
+
+
 def test_what_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert plan(str(tmp_path)) == 1
