@@ -58,8 +58,7 @@ from lohan_fx.forecasting.what_if import (
     vary,
 )
 from lohan_fx.forecasting.what_if_chart import draw_rows
-from lohan_fx.lean_loss import with_lean_loss
-from lohan_fx.models.model_families import Family
+from lohan_fx.lean_loss import why_no_lean_loss, with_lean_loss
 from lohan_fx.models.model_presets import MODELS
 from lohan_fx.models.model_source import ModelSource, UserCodeError, source_of
 from lohan_fx.reporting.timeline_chart import draw
@@ -156,18 +155,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     except NoDrive:  # bad input, by what the profile lacks
         raise
     except InfeasiblePlan as error:
-        text = str(error).splitlines()[0] + _hint(arguments, str(error))
+        text = str(error).splitlines()[0]
         print(json.dumps({"fits": False, "why_not": text}, indent=2) if arguments.json else f"does not fit: {text}")
         return INFEASIBLE
     finally:
         gc.set_threshold(*before)
-
-
-def _hint(arguments: argparse.Namespace, text: str) -> str:
-    """What else would help where the device's memory is short."""
-    dims = MODELS.get(arguments.model)
-    is_causal = ".py:" not in arguments.model and (dims is None or dims.family not in (Family.DIT, Family.ROBERTA))
-    return "; --lean-loss needs less of it" if is_causal and "device_memory" in text and not arguments.lean_loss else ""
 
 
 def _of_the_user(error: BaseException) -> Any:
@@ -206,7 +198,12 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 
 def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> int:
-    found = forecast(subject, asked)
+    try:
+        found = forecast(subject, asked)
+    except InfeasiblePlan as error:
+        if subject.could_be_lean and "device_memory" in str(error):
+            error.args = (f"{str(error).splitlines()[0]}; --lean-loss needs less of it",)
+        raise
     if arguments.json:
         data = forecast_data(found) | ({"formulas": formula_data(found)} if arguments.formula else {})
         print(json.dumps(data, indent=2))
@@ -274,6 +271,7 @@ def _captured(
                 example = source.make(batch, seq)
             with _no_warnings():
                 model = with_lean_loss(example.model) if lean else example.model
+                could_be_lean = "labels" in example.inputs and not why_no_lean_loss(model)
                 capture = meta_capture(model, example.inputs, compute_dtype=dtype, device=device)
     except TorchRuntimeError as error:
         if source.is_code:
@@ -289,7 +287,7 @@ def _captured(
             f"{source.name} at this batch and sequence has a tensor of {int(asked.group(1)):,} bytes, more than this "
             "machine lets a process map: choose a smaller batch, sequence or model"
         ) from error
-    return Subject(source.name, capture, example.samples, example.tokens, example.unit)
+    return Subject(source.name, capture, example.samples, example.tokens, example.unit, could_be_lean)
 
 
 @contextlib.contextmanager

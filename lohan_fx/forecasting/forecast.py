@@ -64,13 +64,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured model with what a step of it counts."""
+    """A captured model with what a step of it counts. ``could_be_lean``: it takes a loss that ``with_lean_loss`` would take in
+    pieces."""
 
     name: str
     capture: MetaCapture
     samples: int
     tokens: int
     unit: str
+    could_be_lean: bool = False
 
     @property
     def parameters(self) -> int:

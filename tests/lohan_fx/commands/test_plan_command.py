@@ -350,10 +350,37 @@ def test_what_does_not_fit_says_what_would(model: str, option: str, capsys: pyte
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
-@pytest.mark.parametrize(("name", "helps"), [("gpt2", True), ("roberta-base", False)])
-def test_a_lean_loss_is_proposed_where_there_is_one(name: str, helps: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(name, "--device-memory", "1MiB", "--no-simulation") == 2
-    assert ("--lean-loss" in capsys.readouterr().out) is helps
+MASKED = {
+    "model_type": "roberta",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "helps"),
+    [
+        ("gpt2", [], True),
+        ("roberta-base", [], False),
+        (CONFIG, [], True),
+        (CONFIG, ["--lean-loss"], False),
+        (MASKED | {"intermediate_size": 128, "max_position_embeddings": 130}, [], False),
+        (None, [], False),
+    ],
+)
+def test_a_lean_loss_is_proposed_where_there_is_one(
+    of: str | dict[str, Any] | None, given: list[str], helps: bool, model: str, functions: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """``of``: a preset, a config, or None for a model of the user's own."""
+    if isinstance(of, dict):
+        Path(model, "config.json").write_text(json.dumps(of))
+    name = of if isinstance(of, str) else f"{functions}:stack" if of is None else model
+    assert plan(name, "--device-memory", "1KiB", "--no-simulation", *given) == 2
+    printed = capsys.readouterr().out
+    assert "device_memory" in printed and ("--lean-loss" in printed) is helps
 
 
 def test_a_change_beyond_the_machine_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
