@@ -27,19 +27,10 @@ def with_lean_loss(model: nn.Module) -> nn.Module:
     Raises ``TypeError`` for a model that does not let its loss be replaced, or whose loss is another than
     ``ForCausalLMLoss``. A second call changes nothing.
     """
-    if not hasattr(type(model), "loss_function"):
-        raise TypeError(
-            f"{type(model).__name__} has no loss_function to replace: expected a Hugging Face language model"
-        )
-    loss: Any = model.loss_function
-    if loss is lean_causal_loss:
+    if getattr(model, "loss_function", None) is lean_causal_loss:
         return model
-    found = getattr(loss, "__name__", type(loss).__name__)
-    if found != "ForCausalLMLoss":
-        raise TypeError(
-            f"the loss of {type(model).__name__} is {found}, and only ForCausalLMLoss, of the next token, is taken in pieces: "
-            "compile the model without with_lean_loss"
-        )
+    if why_not := why_no_lean_loss(model):
+        raise TypeError(why_not)
     setattr(model, "loss_function", lean_causal_loss)  # noqa: B010  a property, which mypy does not know
     patched = vars(model).get("forward")
     if patched is not None and getattr(patched, "__self__", None) is not model:
@@ -60,6 +51,20 @@ def with_lean_loss(model: nn.Module) -> nn.Module:
 
     model.forward = types.MethodType(of_model, model)
     return model
+
+
+def why_no_lean_loss(model: nn.Module) -> str:
+    """Why the loss of ``model`` cannot be taken in pieces; "" where it can, and is not yet."""
+    if not hasattr(type(model), "loss_function"):
+        return f"{type(model).__name__} has no loss_function to replace: expected a Hugging Face language model"
+    loss: Any = model.loss_function
+    found = getattr(loss, "__name__", type(loss).__name__)
+    if found != "ForCausalLMLoss":
+        return (
+            f"the loss of {type(model).__name__} is {found}, and only ForCausalLMLoss, of the next token, is taken in pieces: "
+            "compile the model without with_lean_loss"
+        )
+    return ""
 
 
 def _without_logits(output: Any) -> Any:

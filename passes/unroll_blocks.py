@@ -50,6 +50,7 @@ def unroll_blocks(
         raise ValueError(f"count is {count}: expected at least {LEAST_BLOCKS} blocks")
     blocks = _Blocks(joint, prefix, num_outputs)
     blocks.check()
+    blocks.check_parameters({placeholder: parameter.name for placeholder, parameter in parameters.items()})
     unrolled = _Unrolled(blocks, count)
     names = {
         node.name: _renumbered(parameters[old.name].name, prefix, block)
@@ -114,6 +115,13 @@ class _Blocks:
         for node, block in self.block.items():
             if block is None and node.op != "output" and any(self.block[n] in inner for n in node.all_input_nodes):
                 raise BlocksDiffer(f"{node.name}, which is outside of the blocks, reads from inside of one")
+
+    def check_parameters(self, names: Mapping[str, str]) -> None:
+        """Raise ``BlocksDiffer`` where one of a block is read elsewhere; ``names``: placeholder -> parameter."""
+        for node, block in self.block.items():
+            found = re.match(re.escape(self.prefix) + r"\.(\d+)\.", names.get(node.name, ""))
+            if found is not None and int(found.group(1)) != block:
+                raise BlocksDiffer(f"{names[node.name]} is read outside of its block")
 
     def _equal(self, node: Node, like: Node) -> bool:
         kind = node.op, None if node.op == "placeholder" else node.target, _facts(node)

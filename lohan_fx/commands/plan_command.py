@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchRuntimeError
 
 import lohan_fx
 from lohan_fx.commands.plan_arguments import (
@@ -40,12 +40,12 @@ from lohan_fx.commands.plan_arguments import (
     checked,
     count,
 )
-from lohan_fx.errors import CaptureError, InfeasiblePlan, NoDrive
+from lohan_fx.errors import InfeasiblePlan, NoDrive
 from lohan_fx.forecasting.forecast import Asked, Subject, forecast, libraries_silenced
 from lohan_fx.forecasting.forecast_table import forecast_data, forecast_text
 from lohan_fx.forecasting.formulas import formula_data, formula_text
 from lohan_fx.forecasting.max_model import BATCH, limit_data, limit_text, relatives, system_limit
-from lohan_fx.forecasting.meta_capture import meta_capture
+from lohan_fx.forecasting.meta_capture import first_line, meta_capture
 from lohan_fx.forecasting.what_if import (
     Row,
     SubjectOf,
@@ -58,8 +58,7 @@ from lohan_fx.forecasting.what_if import (
     vary,
 )
 from lohan_fx.forecasting.what_if_chart import draw_rows
-from lohan_fx.lean_loss import with_lean_loss
-from lohan_fx.models.model_families import Family
+from lohan_fx.lean_loss import why_no_lean_loss, with_lean_loss
 from lohan_fx.models.model_presets import MODELS
 from lohan_fx.models.model_source import ModelSource, UserCodeError, source_of
 from lohan_fx.reporting.timeline_chart import draw
@@ -156,18 +155,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     except NoDrive:  # bad input, by what the profile lacks
         raise
     except InfeasiblePlan as error:
-        text = str(error).splitlines()[0] + _hint(arguments, str(error))
+        text = str(error).splitlines()[0]
         print(json.dumps({"fits": False, "why_not": text}, indent=2) if arguments.json else f"does not fit: {text}")
         return INFEASIBLE
     finally:
         gc.set_threshold(*before)
-
-
-def _hint(arguments: argparse.Namespace, text: str) -> str:
-    """What else would help where the device's memory is short."""
-    dims = MODELS.get(arguments.model)
-    is_causal = ".py:" not in arguments.model and (dims is None or dims.family not in (Family.DIT, Family.ROBERTA))
-    return "; --lean-loss needs less of it" if is_causal and "device_memory" in text and not arguments.lean_loss else ""
 
 
 def _of_the_user(error: BaseException) -> Any:
@@ -189,7 +181,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     with _no_warnings():
         source = source_of(arguments.model)
     asked = asked_for(arguments)
-    make = functools.partial(_captured, dtype=asked.compute_dtype, device=asked.hw.device, lean=arguments.lean_loss)
+    make = functools.partial(_captured, dtype=asked.compute_dtype, lean=arguments.lean_loss)
     subjects = _Subjects(functools.partial(make, source), batch, seq)
     name = Path(source.name).name if source.is_code else source.name
     if arguments.vary is not None:
@@ -202,11 +194,16 @@ def _answer(arguments: argparse.Namespace) -> int:
         return _show(arguments, f"{name}, batch", best_batch(subjects.get, asked), pick=best)
     if arguments.max_model:
         return _largest_model(arguments, source, asked, seq, make)
-    return _single(arguments, subjects.get(None, None), asked)
+    return _single(arguments, subjects.get(None, None, asked.hw.device), asked)
 
 
 def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> int:
-    found = forecast(subject, asked)
+    try:
+        found = forecast(subject, asked)
+    except InfeasiblePlan as error:
+        if subject.could_be_lean and "device_memory" in str(error):
+            error.args = (f"{str(error).splitlines()[0]}; --lean-loss needs less of it",)
+        raise
     if arguments.json:
         data = forecast_data(found) | ({"formulas": formula_data(found)} if arguments.formula else {})
         print(json.dumps(data, indent=2))
@@ -248,38 +245,39 @@ def _largest(rows: Sequence[Row]) -> Row | None:
 
 
 class _Subjects:
-    """Captures of one model, each shape once."""
+    """Captures of one model, each shape and device once."""
 
     def __init__(self, make: SubjectOf, batch: int | None, seq: int | None) -> None:
         self._make, self._batch, self._seq = make, batch, seq
-        self._last: tuple[tuple[int | None, int | None], Subject] | None = None
+        self._last: tuple[tuple[int | None, int | None, str], Subject] | None = None
 
-    def get(self, batch: int | None, seq: int | None) -> Subject:
-        """The model at this shape; None for what was asked for on the command line."""
-        shape = (batch or self._batch, seq or self._seq)
+    def get(self, batch: int | None, seq: int | None, device: str) -> Subject:
+        """The model at this shape, None for what was asked for on the command line, as a ``device`` runs it."""
+        case = (batch or self._batch, seq or self._seq, device)
         # Only the last is kept: a graph of many blocks takes some hundred MB.
-        if self._last is None or self._last[0] != shape:
+        if self._last is None or self._last[0] != case:
             self._last = None
-            self._last = (shape, self._make(*shape))
+            self._last = (case, self._make(*case))
         return self._last[1]
 
 
 def _captured(
-    source: ModelSource, batch: int | None, seq: int | None, *, dtype: torch.dtype, device: str, lean: bool = False
+    source: ModelSource, batch: int | None, seq: int | None, device: str, *, dtype: torch.dtype, lean: bool = False
 ) -> Subject:
-    """``ValueError`` where a config's model cannot be traced; of the user's own code the error is shown as it is."""
+    """``ValueError`` where an operation of a config's model fails; of the user's own code the error is shown as it is."""
     try:
         with libraries_silenced():
             with contextlib.nullcontext() if source.is_code else _no_warnings():
                 example = source.make(batch, seq)
             with _no_warnings():
                 model = with_lean_loss(example.model) if lean else example.model
+                could_be_lean = "labels" in example.inputs and not why_no_lean_loss(model)
                 capture = meta_capture(model, example.inputs, compute_dtype=dtype, device=device)
-    except (CaptureError, TorchDynamoException) as error:
+    except TorchRuntimeError as error:
         if source.is_code:
             raise
         raise ValueError(
-            f"{source.name}: the model of this config does not run, so its sizes do not go together: {_reason(error)}"
+            f"{source.name}: the model of this config does not run, so its sizes do not go together: {first_line(error)}"
         ) from error
     except RuntimeError as error:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))
@@ -289,7 +287,7 @@ def _captured(
             f"{source.name} at this batch and sequence has a tensor of {int(asked.group(1)):,} bytes, more than this "
             "machine lets a process map: choose a smaller batch, sequence or model"
         ) from error
-    return Subject(source.name, capture, example.samples, example.tokens, example.unit)
+    return Subject(source.name, capture, example.samples, example.tokens, example.unit, could_be_lean)
 
 
 @contextlib.contextmanager
@@ -305,22 +303,18 @@ def _no_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
-def _reason(error: Exception) -> str:
-    """What the model's own operation said, without what Dynamo says around it."""
-    said = re.search(r"got (\w+\(.*)", str(error))
-    return (said.group(1) if said else str(error).strip().splitlines()[0])[:300]
-
-
 def _largest_model(
     arguments: argparse.Namespace,
     source: ModelSource,
     asked: Asked,
     seq: int | None,
-    make: Callable[[ModelSource, int, int | None], Subject],
+    make: Callable[[ModelSource, int, int | None, str], Subject],
 ) -> int:
     """What our planner can do under the policy, and what its system itself could: batch 1 (LoHan's protocol, L-EX-01)."""
     models = relatives(source.name, source.dims, seq)
-    subjects = [(dims.name, functools.partial(make, source_of(dims.name), BATCH, seq)) for dims in models]
+    subjects = [
+        (dims.name, functools.partial(make, source_of(dims.name), BATCH, seq, asked.hw.device)) for dims in models
+    ]
     limit = system_limit(models, asked, seq)
     rows = max_model(subjects, asked)
     code = _show(arguments, "largest model", rows, pick=_largest, more={"system": limit_data(limit)})

@@ -48,7 +48,7 @@ PRICE_YEARS = 3
 class Asked:
     """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
     the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept.
-    ``forwards``: how many wait for their backwards at once."""
+    ``forwards``: how many wait for their backwards at once. ``notes``: what the user should know of ``hw``."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -59,17 +59,20 @@ class Asked:
     clipping: bool = False
     checkpoints: int = 0
     forwards: int = 1
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured model with what a step of it counts."""
+    """A captured model with what a step of it counts. ``could_be_lean``: it takes a loss that ``with_lean_loss`` would take in
+    pieces."""
 
     name: str
     capture: MetaCapture
     samples: int
     tokens: int
     unit: str
+    could_be_lean: bool = False
 
     @property
     def parameters(self) -> int:
@@ -163,8 +166,8 @@ class Forecast:
 
 
 def _notes_on(asked: Asked) -> list[str]:
-    """That it asks for more than there is, and what a step is."""
-    hw, notes = asked.hw, []
+    """Its own, that it asks for more than there is, and what a step is."""
+    hw, notes = asked.hw, list(asked.notes)
     for tier, promised, there_is in (
         ("host", asked.host_memory_bytes, hw.host_memory_bytes),
         ("device", asked.device_memory_bytes, hw.device_memory_bytes),

@@ -25,9 +25,10 @@ TOKENS = 1024
 
 @dataclass(frozen=True)
 class SystemRow:
-    """What the system needs for one model. ``short``: tier -> bytes missing; empty where it fits."""
+    """What the system needs for one model, at ``tokens`` a sample. ``short``: tier -> bytes missing; empty where it fits."""
 
     model: str
+    tokens: int
     needed: Needed
     short: dict[str, float]
 
@@ -41,7 +42,6 @@ class SystemLimit:
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
-    tokens: int
     rows: tuple[SystemRow, ...]
 
     @property
@@ -75,15 +75,15 @@ def system_limit(models: Sequence[ModelDims], asked: Asked, seq: int | None) -> 
     host = asked.host_memory_bytes or asked.hw.host_memory_bytes
     device = asked.device_memory_bytes or asked.hw.device_memory_bytes
     nvme = sum(drive.capacity_bytes for drive in asked.hw.nvme)
-    memory, tokens = MEMORY.get(asked.policy), seq or TOKENS
+    memory = MEMORY.get(asked.policy)
     if memory is None:
-        return SystemLimit(asked.policy, device, host, nvme, tokens, ())
+        return SystemLimit(asked.policy, device, host, nvme, ())
     rows = []
     for dims in models:
         tokens = dims.tokens if dims.family is Family.DIT else min(seq or TOKENS, dims.positions)
         needed = memory.needs(TransformerCounts(dims, BATCH, tokens))
-        rows.append(SystemRow(dims.name, needed, needed.short(device, host, nvme)))
-    return SystemLimit(asked.policy, device, host, nvme, tokens, tuple(rows))
+        rows.append(SystemRow(dims.name, tokens, needed, needed.short(device, host, nvme)))
+    return SystemLimit(asked.policy, device, host, nvme, tuple(rows))
 
 
 def limit_text(limit: SystemLimit) -> str:
@@ -97,10 +97,12 @@ def limit_text(limit: SystemLimit) -> str:
         needed = row.needed
         sizes = [format_bytes(int(n)) for n in (needed.device_bytes, needed.host_bytes, needed.nvme_bytes)]
         lines.append([f"  {row.model}", *sizes, f"no: {missing} missing" if row.short else "yes"])
+    lengths = sorted({row.tokens for row in limit.rows})
+    tokens = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
     title = f"{source} itself"
     return "\n".join(
         [
-            f"by the papers' protocol (batch {BATCH}, {limit.tokens} tokens, {format_bytes(limit.host_bytes)} of main memory, "
+            f"by the papers' protocol (batch {BATCH}, {tokens} tokens, {format_bytes(limit.host_bytes)} of main memory, "
             f"{format_bytes(limit.device_bytes)} of the device's, {format_bytes(limit.nvme_bytes)} on drives), what "
             f"{limit.policy} itself needs",
             *table([title, "device", "host", "nvme", "fits"], lines, left=(0, 4)),
@@ -120,6 +122,7 @@ def limit_data(limit: SystemLimit) -> dict[str, Any]:
         "rows": [
             {
                 "case": row.model,
+                "tokens": row.tokens,
                 "fits": not row.short,
                 "device_bytes": row.needed.device_bytes,
                 "host_bytes": row.needed.host_bytes,

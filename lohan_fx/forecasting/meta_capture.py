@@ -9,6 +9,7 @@ are traced; ``unroll_blocks`` instantiates the others.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,17 +66,25 @@ def meta_capture(
     """
     facts = _facts(model, compute_dtype)
     slots = {fact.name: slot for slot, fact in enumerate(facts)}
-    trace = functools.partial(_trace, model, inputs, compute_dtype, slots, device)
     blocks, note = equal_blocks(model) if unroll else (None, "every block was traced, as asked")
+    _replace_parameters(model, compute_dtype, slots)
+    trace = functools.partial(_trace, model, inputs, device)
     if blocks is not None and len(blocks.blocks) > LEAST_BLOCKS:
         try:
             return _unrolled(model, trace, facts, slots, blocks)
-        except (BlocksDiffer, CaptureError) as error:
-            note = f"every block was traced: {str(error).splitlines()[0]}"
+        except BlocksDiffer as error:
+            note = f"every block was traced: {error}"
     taken = trace()
     annotate(taken.joint)
     notes = (note,) if note and unroll else ()
     return MetaCapture(taken.joint, taken.num_outputs, taken.parameters, facts, len(taken.joint.graph.nodes), notes)
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong; of what Dynamo says around it, only what the model's own operation said."""
+    said = re.search(r"got (\w+\(.*)", str(error))
+    lines = [said.group(1)] if said else str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _unrolled(
@@ -86,8 +95,12 @@ def _unrolled(
     blocks: EqualBlocks,
 ) -> MetaCapture:
     count = len(blocks.blocks)
-    with truncated(blocks, LEAST_BLOCKS):
-        taken = trace()
+    try:
+        with truncated(blocks, LEAST_BLOCKS):
+            taken = trace()
+    except Exception as error:
+        # The model may need all its blocks. What else is wrong with it is raised when they are traced.
+        raise BlocksDiffer(f"the first {LEAST_BLOCKS} alone fail: {first_line(error)}") from error
     annotate(taken.joint)
     joint, names = unroll_blocks(
         taken.joint, prefix=blocks.path, count=count, num_outputs=taken.num_outputs, parameters=taken.parameters
@@ -109,11 +122,8 @@ def _facts(model: nn.Module, compute_dtype: torch.dtype) -> tuple[ParameterFacts
 # --- tracing --------------------------------------------------------------------------------------------------
 
 
-def _trace(
-    model: nn.Module, inputs: Mapping[str, Any], compute_dtype: torch.dtype, slots: Mapping[str, int], device: str
-) -> _Taken:
+def _trace(model: nn.Module, inputs: Mapping[str, Any], device: str) -> _Taken:
     prepare_dynamo()
-    _replace_parameters(model, compute_dtype, slots)
     _materialise_buffers(model)
 
     def call(**keywords: Any) -> Any:

@@ -29,8 +29,8 @@ GAIN = 1.01
 FINEST = 0.05
 """Share of the best batch by which the next one that was tried, and does not fit, may be larger."""
 
-SubjectOf = Callable[[int | None, int | None], Subject]
-"""The model captured at a batch and a sequence; None for what was asked for."""
+SubjectOf = Callable[[int | None, int | None, str], Subject]
+"""The model captured at a batch and a sequence, None for what was asked for, as a device ("cpu" or "cuda") runs it."""
 
 _GPU_FIELDS = ("device", "device_name", "matmul_flops_per_s", "memory_bytes_per_s", "device_memory_bytes")
 
@@ -67,7 +67,7 @@ def compare(subject_of: SubjectOf, asked: Asked, policies: str) -> list[Row]:
     for name in names:
         named(name)
     cases = [(name, dataclasses.replace(asked, policy=name)) for name in dict.fromkeys(names)]
-    subject = subject_of(None, None)
+    subject = subject_of(None, None, asked.hw.device)
     rows = [attempt(name, functools.partial(forecast, subject, case)) for name, case in cases]
     return sorted(rows, key=lambda row: row.found.expected_s if row.found else float("inf"))
 
@@ -81,12 +81,12 @@ def vary(subject_of: SubjectOf, asked: Asked, spec: str) -> list[Row]:
         makes = [functools.partial(_at_shape, subject_of, shape, asked) for shape in shapes]
         return [attempt(str(value), make) for value, make in zip(values, makes, strict=True)]
     cases = [(_label(name, value), _changed(asked, name, value)) for value in values]
-    subject = subject_of(None, None)
-    return [attempt(label, functools.partial(forecast, subject, case)) for label, case in cases]
+    made = [(label, functools.partial(forecast, subject_of(None, None, case.hw.device), case)) for label, case in cases]
+    return [attempt(label, make) for label, make in made]
 
 
 def _at_shape(subject_of: SubjectOf, shape: tuple[int | None, int | None], asked: Asked) -> Forecast:
-    return forecast(subject_of(*shape), asked)
+    return forecast(subject_of(*shape, asked.hw.device), asked)
 
 
 def varied(spec: str) -> str:
@@ -161,7 +161,11 @@ def _changed(asked: Asked, name: str, value: Any) -> Asked:
         return dataclasses.replace(asked, host_memory_bytes=value)
     if name == "device_memory":
         return dataclasses.replace(asked, device_memory_bytes=value)
-    return dataclasses.replace(asked, hw=_with_gpu(hw, value))
+    link = (
+        f"the rates between host and device are those of {hw.name!r}, a CPU's, which are of copies within its memory: a GPU's "
+        "link may be slower"
+    )
+    return dataclasses.replace(asked, hw=_with_gpu(hw, value), notes=(link,) if hw.device == "cpu" else ())
 
 
 def _with_gpu(hw: HardwareProfile, gpu: str) -> HardwareProfile:
@@ -247,7 +251,7 @@ def best(rows: Iterable[Row]) -> Row | None:
 
 def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
     """A table of ``rows``, in several parts where it is wider than ``width`` characters (0: however wide); those without a
-    forecast say why below it."""
+    forecast say why below it, and then come the notes on what was asked."""
     lines = []
     for row in rows:
         found = row.found
@@ -278,7 +282,9 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
     columns = [title, "needs", "step", "simulated", f"{unit}/s", "TFLOPS", "bound by"]
     columns += ["host", "device", "wear years", f"$/M {unit}"]
     why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
-    return "\n".join([*_in_parts(columns, lines, width), *([""] if why else []), *why])
+    notes = dict.fromkeys(f"note: {note}" for row in rows if row.found for note in row.found.asked.notes)
+    below = [line for part in (why, notes) if part for line in ("", *part)]
+    return "\n".join([*_in_parts(columns, lines, width), *below])
 
 
 def _in_parts(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> list[str]:

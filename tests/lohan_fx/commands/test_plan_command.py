@@ -205,6 +205,23 @@ def test_other_gpus_and_shapes(model: str, capsys: pytest.CaptureFixture[str]) -
     assert [row["tokens"] for row in found["rows"]] == [64, 128]
 
 
+def test_another_gpu_is_planned_for_as_if_its_profile_were_given(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the profile is a CPU's, which has no fused attention with dropout; what its link is, a note says."""
+    gpu = HardwareProfile.preset(PRESET)
+    write(dataclasses.replace(gpu, device="cpu", device_name="a CPU"), tmp_path / "cpu.toml")
+    given = ("--batch", "2", "--no-simulation")
+    row = answered(capsys, model, "--vary", "gpu=rtx4090", *given, hw=str(tmp_path / "cpu.toml"))["rows"][0]
+    alone = answered(capsys, model, *given)
+    assert row | {"hardware": "", "notes": []} == alone | {"case": "rtx4090", "hardware": "", "notes": []}
+    assert [note for note in row["notes"] if "copies within its memory" in note] and not alone["notes"]
+    assert plan(model, "--vary", "gpu=rtx4090", *given, hw=str(tmp_path / "cpu.toml")) == 0
+    assert capsys.readouterr().out.count("note: ") == 1
+    assert plan(model, "--vary", "gpu=rtx4090", *given) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
 def test_the_best_sequence_has_the_most_tokens_a_second(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answered(capsys, model, "--vary", "seq=32,128", "--no-simulation")
     short, long = found["rows"]
@@ -333,10 +350,37 @@ def test_what_does_not_fit_says_what_would(model: str, option: str, capsys: pyte
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
-@pytest.mark.parametrize(("name", "helps"), [("gpt2", True), ("roberta-base", False)])
-def test_a_lean_loss_is_proposed_where_there_is_one(name: str, helps: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(name, "--device-memory", "1MiB", "--no-simulation") == 2
-    assert ("--lean-loss" in capsys.readouterr().out) is helps
+MASKED = {
+    "model_type": "roberta",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "helps"),
+    [
+        ("gpt2", [], True),
+        ("roberta-base", [], False),
+        (CONFIG, [], True),
+        (CONFIG, ["--lean-loss"], False),
+        (MASKED | {"intermediate_size": 128, "max_position_embeddings": 130}, [], False),
+        (None, [], False),
+    ],
+)
+def test_a_lean_loss_is_proposed_where_there_is_one(
+    of: str | dict[str, Any] | None, given: list[str], helps: bool, model: str, functions: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """``of``: a preset, a config, or None for a model of the user's own."""
+    if isinstance(of, dict):
+        Path(model, "config.json").write_text(json.dumps(of))
+    name = of if isinstance(of, str) else f"{functions}:stack" if of is None else model
+    assert plan(name, "--device-memory", "1KiB", "--no-simulation", *given) == 2
+    printed = capsys.readouterr().out
+    assert "device_memory" in printed and ("--lean-loss" in printed) is helps
 
 
 def test_a_change_beyond_the_machine_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,6 +505,27 @@ def test_a_config_whose_sizes_do_not_go_together(tmp_path: Path, capsys: pytest.
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **changed}))
         assert plan(str(tmp_path)) == 1
         assert message in one_line(capsys)
+
+
+def test_a_config_whose_model_cannot_be_captured_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sizes are in order: it edits a parameter."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    others = {"vocab_size": 256, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    layers = {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 2,
+    }
+    config = {"model_type": "gemma3n_text", "num_key_value_heads": 2, **sizes, **others, **layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(str(tmp_path)) == 1
+    assert one_line(capsys).startswith("lohan-fx: the model edits its parameter model.layers.0.altup.")
 
 
 def test_what_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from lohan_fx.errors import CaptureError
 from lohan_fx.forecasting.equal_blocks import equal_blocks
@@ -163,6 +168,18 @@ class Indexed(Stack):
         return super().forward(x + last(x.to(last.weight.dtype)))
 
 
+class Weighed(Stack):
+    """Takes the outputs of all blocks together, by a weight for each: fewer blocks are an error of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = [layer(x.to(layer.weight.dtype)) for layer in self.layers]
+        return (torch.stack(hidden) * self.weights.view(7, 1, 1)).mean()
+
+
 class Flat(nn.Module):
     """No list of blocks at all."""
 
@@ -174,13 +191,55 @@ class Flat(nn.Module):
         return self.first(x.to(self.first.weight.dtype)).mean()
 
 
+class Block(nn.Module):
+    """A linear layer, and what ``made`` makes."""
+
+    def __init__(self, number: int, made: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.setting = made(number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x.to(self.linear.weight.dtype)))
+
+
+class Blocks(nn.Module):
+    """Blocks one after the other; with ``borrows``, after the weight of the first one."""
+
+    def __init__(self, made: Callable[[int], Any] = lambda number: None, *, borrows: bool = False) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(Block(number, made) for number in range(7))
+        self.borrows = borrows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.borrows:
+            weight = self.layers[0].linear.weight
+            x = x.to(weight.dtype) @ weight
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def sharing(*shared: tuple[int, int]) -> Blocks:
+    """The second of each pair of blocks has the weight of the first."""
+    model = Blocks()
+    for first, second in shared:
+        model.layers[second].linear.weight = model.layers[first].linear.weight
+    return model
+
+
 def of_vectors(model: nn.Module) -> MetaCapture:
     return meta_capture(model, {"x": torch.zeros(2, 8)}, compute_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("model", "note"),
-    [(Uneven, "layers.6 is not built like layers.0"), (Indexed, "every block was traced"), (Flat, "no list of blocks")],
+    [
+        (Uneven, "layers.6 is not built like layers.0"),
+        (Indexed, "every block was traced"),
+        (Weighed, "every block was traced: the first 5 alone fail: RuntimeError("),
+        (Flat, "no list of blocks"),
+    ],
 )
 def test_a_model_whose_blocks_are_not_equal_is_traced_whole(model: type[nn.Module], note: str) -> None:
     torch._dynamo.reset()
@@ -190,11 +249,100 @@ def test_a_model_whose_blocks_are_not_equal_is_traced_whole(model: type[nn.Modul
     assert {p.name for p in found.parameters.values()} == {name for name, _ in model().named_parameters()}
 
 
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (
+            functools.partial(sharing, (0, 1), (2, 3), (4, 5)),
+            "layers.1.linear.weight is a parameter of more than its block",
+        ),
+        (functools.partial(sharing, (5, 6)), "layers.6.linear.weight is a parameter of more than its block"),
+        (functools.partial(Blocks, borrows=True), "layers.0.linear.weight is read outside of its block"),
+    ],
+    ids=["neighbours", "beyond the fifth", "outside"],
+)
+def test_blocks_that_do_not_have_their_parameters_for_themselves(make: Callable[[], Blocks], note: str) -> None:
+    torch._dynamo.reset()
+    found = of_vectors(make())
+    assert found.notes == (f"every block was traced: {note}",)
+    names = [name for name, _ in make().named_parameters()]
+    assert {p.name: p.slot for p in found.parameters.values()} == {name: slot for slot, name in enumerate(names)}
+
+
 def test_blocks_that_differ_in_a_setting_are_not_equal() -> None:
     model = nn.Sequential()
     model.blocks = nn.ModuleList(nn.Dropout(rate) for rate in (0.1, 0.1, 0.2))
     assert equal_blocks(model)[0] is None
     assert "blocks.2 is not built like blocks.0" in equal_blocks(model)[1]
+
+
+def test_what_is_wrong_with_all_blocks_is_said_as_it_is() -> None:
+    with pytest.raises(TorchDynamoException, match="same reduction dim"):
+        meta_capture(Stack(), {"x": torch.zeros(2, 7)}, compute_dtype=torch.bfloat16)
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    OTHER = 2
+
+
+@dataclass
+class Config:
+    rate: float
+
+
+def of_last(usual: Any, last: Any) -> Callable[[int], Any]:
+    """Another setting for the last block, which is not among those that are traced."""
+    return lambda number: last if number == 6 else usual
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_last([1], [1, 1]),
+        of_last((1, [2]), (1, [3])),
+        of_last({"a": 1}, {"a": 1.0}),
+        of_last({"a": 1}, {"b": 1}),
+        of_last({1}, {2}),
+        of_last(Kind.ONE, Kind.OTHER),
+        of_last(torch.relu, torch.tanh),
+        of_last(functools.partial(pow, 2), functools.partial(pow, 3)),
+        of_last(Config(0.1), Config(0.2)),
+        of_last([nn.ReLU()], [nn.Tanh()]),
+        of_last(torch.zeros(2), torch.zeros(3)),
+        lambda number: lambda x: x * number,
+        lambda number: object(),
+    ],
+)
+def test_blocks_that_differ_in_what_is_no_plain_setting_are_not_equal(made: Callable[[int], Any]) -> None:
+    found, why_not = equal_blocks(Blocks(made))
+    assert found is None and " is not built like layers.0" in why_not
+
+
+class Indirect(Block):
+    """Holds a method of its own, its own layer in a list, and its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, lambda _: [{"a": (1, None)}, Kind.ONE, Config(0.1), torch.zeros(2), {3}])
+        self.layer_idx = number
+        self.run = self.forward
+        self.held = [self.linear, functools.partial(self.linear.forward)]
+
+
+def test_blocks_that_hold_the_same_each_for_itself_are_equal() -> None:
+    model = Blocks()
+    model.layers = nn.ModuleList(Indirect(number) for number in range(7))
+    assert equal_blocks(model)[0] is not None
+    model.layers[6].held = [model.layers[0].linear, model.layers[6].held[1]]
+    assert equal_blocks(model)[0] is None
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "mixtral", "vit"])
+def test_blocks_of_hugging_face_are_equal(kind: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**sizes))
+    assert equal_blocks(model)[0] is not None
 
 
 def test_few_blocks_are_simply_traced() -> None:

@@ -95,6 +95,15 @@ def test_a_model_with_fewer_positions_than_asked_for_is_none_of_the_kind() -> No
         relatives("llama-3.1-8b", of_8b, 9_000_000)
 
 
+def test_the_tokens_are_those_of_every_model() -> None:
+    """Images of 256 pixels for some, of 512 for the others."""
+    limit = system_limit(relatives("dit-xl-2", named("dit-xl-2")), Asked(HW), None)
+    assert [row["tokens"] for row in limit_data(limit)["rows"]] == [row.tokens for row in limit.rows]
+    assert {row.model: row.tokens for row in limit.rows}["dit-xl-2"] == 256
+    assert "(batch 1, 256 to 1024 tokens," in limit_text(limit)
+    assert "(batch 1, 512 tokens," in limit_text(system_limit(GPT, Asked(HW), 512))
+
+
 def test_a_system_that_the_papers_say_too_little_of() -> None:
     limit = system_limit(GPT, dataclasses.replace(Asked(HW), policy="g10"), None)
     assert limit.largest is None and "say too little" in limit_text(limit) and not limit_data(limit)["known"]
