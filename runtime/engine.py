@@ -87,6 +87,7 @@ class Engine:
         trains: bool = True,
     ) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
+        ``swap_sizes_bytes``: of what one forward swaps to the drives.
         ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory. ``trains``: there
         is a backward among them, whose gradients wait where the plan says.
 
@@ -102,7 +103,7 @@ class Engine:
         if any(isinstance(a.decision, Swap) for a in plan.activations):
             # Each plan has counted on its own; where several share the runtime the narrowest keeps all their promises.
             self._swap.leaving.narrow(plan.windows.swap_out_bytes)
-        self._swap.prepare(sorted(swap_sizes_bytes))
+        self._swap.prepare(plan.forwards * list(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)
         if trains:

@@ -19,9 +19,9 @@ def disk_bytes(plan: Plan, checkpoints: int = 0) -> int:
 
 
 def _passing_bytes(plan: Plan) -> int:
-    """What a step puts there and reads again: no checkpoint keeps it."""
+    """What a step puts there and reads again, activations once for each forward that waits: no checkpoint keeps it."""
     gradients = sum(SUM_BYTES * p.numel for p in plan.parameters if p.gradient_home is Tier.NVME)
-    return gradients + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    return gradients + plan.forwards * plan.bytes_of(Swap(Tier.NVME))
 
 
 def disk_text(plan: Plan, checkpoints: int) -> str:
