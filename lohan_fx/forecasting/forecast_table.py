@@ -8,7 +8,7 @@ from typing import Any
 
 from lohan_fx.forecasting.forecast import PRICE_YEARS, Forecast
 from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Division, OptimizerTiming, Recompute, Stage, Tier
-from lohan_fx.planning.disk_space import disk_text, stored_bytes
+from lohan_fx.planning.disk_space import capacity_bytes, disk_text, stored_bytes
 from lohan_fx.planning.memory_model import states_bytes
 from lohan_fx.reporting.plan_table import DECISIONS, division_table, table, windows_lines
 from lohan_fx.simulation.simulated_waits import WORTH_A_REASON, waits_s
@@ -71,8 +71,8 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
         ("peak in host memory", f"{format_bytes(peaks['host'])} of {format_bytes(found.plan.host_memory_bytes)}"),
     ]
     rows += [("updates", text) for text in _updates(found)]
-    capacity = sum(drive.capacity_bytes for drive in found.asked.hw.nvme)
-    disk = f" of {format_bytes(capacity)}" if capacity else ""
+    hw = found.asked.hw
+    disk = f" of {format_bytes(capacity_bytes(hw)[0])}" if hw.nvme else ""
     rows += [
         ("disk needed", f"{format_bytes(found.disk_bytes)}{disk}"),
         ("", disk_text(found.plan, found.asked.checkpoints)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SUM_BYTES, Plan, Swap, Tier
+from lohan_fx.runtime.striping import most_bytes
 from lohan_fx.units import format_bytes
 
 
@@ -16,6 +18,18 @@ def stored_bytes(plan: Plan) -> int:
 def disk_bytes(plan: Plan, checkpoints: int = 0) -> int:
     """Bytes that the store of ``plan`` takes with room for the last ``checkpoints``."""
     return (1 + checkpoints) * stored_bytes(plan) + _passing_bytes(plan)
+
+
+def capacity_bytes(hw: HardwareProfile) -> tuple[int, int]:
+    """(bytes, drive): how large a store may be that is striped over the drives of ``hw``, of which there is one at least, and
+    which of them is full then."""
+    return most_bytes([drive.capacity_bytes for drive in hw.nvme], [drive.stripe_weight for drive in hw.nvme])
+
+
+def endurance_bytes(hw: HardwareProfile, times: int) -> int:
+    """What a store may write until the first drive of ``hw`` has been written in full so many times."""
+    whole = [times * (drive.drive_bytes or drive.capacity_bytes) for drive in hw.nvme]
+    return most_bytes(whole, [drive.stripe_weight for drive in hw.nvme])[0]
 
 
 def _passing_bytes(plan: Plan) -> int:
