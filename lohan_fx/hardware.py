@@ -87,6 +87,11 @@ class NvmeProfile:
         _set(self, "drive_bytes", _checked_number("NvmeProfile.drive_bytes", whole, int))
         _set(self, "by_request", _elements(self, "by_request", RequestRate))
 
+    @property
+    def stripe_weight(self) -> float:
+        """What its share of a store that is striped over several drives is in proportion to."""
+        return self.mixed_bytes_per_s
+
     def at_requests(self, nbytes: int) -> Self:
         """The same drive with its rates for reads and writes of ``nbytes``: between two measured sizes on the line over the
         logarithm of the size, beyond them those of the nearest; as they are where none was measured."""

@@ -457,14 +457,15 @@ class Plan:
             raw["windows"] = _checked(Windows(**raw["windows"]))
             raw["notes"] = tuple(raw["notes"])
             if raw["prediction"] is not None:
-                stages = {name: Stage(**raw["prediction"][name]) for name in ("forward", "backward", "optimizer")}
-                raw["prediction"] = Prediction(**{**raw["prediction"], **stages})
+                names = ("forward", "backward", "optimizer")
+                stages = {name: _checked(Stage(**raw["prediction"][name])) for name in names}
+                raw["prediction"] = _checked(Prediction(**{**raw["prediction"], **stages}))
             if raw["division"] is not None:
                 shares = tuple(
-                    Share(**{**share, "tier": Tier(share["tier"]), "use": Use(share["use"])})
+                    _checked(Share(**{**share, "tier": Tier(share["tier"]), "use": Use(share["use"])}))
                     for share in raw["division"]["shares"]
                 )
-                raw["division"] = Division(**{**raw["division"], "shares": shares})
+                raw["division"] = _checked(Division(**{**raw["division"], "shares": shares}))
             return _checked(cls(**raw))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not a plan: {error}") from error
@@ -485,11 +486,12 @@ def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
     )
 
 
-_Part = TypeVar("_Part", ActivationPlan, ParameterPlan, Windows, Plan)
+_Part = TypeVar("_Part", ActivationPlan, ParameterPlan, Windows, Stage, Prediction, Share, Division, Plan)
 
 
 def _checked(part: _Part) -> _Part:
-    """``part``, whose counts are whole numbers from 0 on and whose names are text; else ``TypeError`` says which is not."""
+    """``part``, whose counts are whole numbers from 0 on, seconds numbers and names text, also of what it has by name; else
+    ``TypeError`` says which is not."""
     for item in dataclasses.fields(part):
         value, kind = getattr(part, item.name), _KINDS.get(str(item.type))
         if kind is not None and not kind[0](value):
@@ -497,9 +499,24 @@ def _checked(part: _Part) -> _Part:
     return part
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _by_name(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(is_one(each) for each in value.values())
+
+
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more"),
+    "int": (_is_count, "a whole number, 0 or more"),
+    "float": (_is_number, "a number"),
     "str": (lambda value: isinstance(value, str), "text"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "Mapping[str, int]": (lambda value: _by_name(value, _is_count), "names with whole numbers, 0 or more"),
+    "Mapping[str, float]": (lambda value: _by_name(value, _is_number), "names with numbers"),
 }
 """Of a field's type: whether it may have a value, and what it may."""

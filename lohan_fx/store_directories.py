@@ -88,6 +88,6 @@ def _remove_stale(root: Path) -> None:
 
 def bandwidths(directories: Sequence[Path], hw: HardwareProfile) -> list[float] | None:
     """The measured bandwidth of each directory, where the profile knows all of them."""
-    rates = {Path(d.directory).resolve(): d.mixed_bytes_per_s for d in hw.nvme if d.directory}
+    rates = {Path(d.directory).resolve(): d.stripe_weight for d in hw.nvme if d.directory}
     found = [rates.get(directory.resolve()) for directory in directories]
     return [rate for rate in found if rate is not None] if None not in found else None

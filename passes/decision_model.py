@@ -22,7 +22,8 @@ class Quantity(enum.StrEnum):
 
     ``FIRST_FETCHED_NVME``: of what the forward waits for before it computes; ``BLOCKING_*``: of parameters for whose updates
     compute waits; ``LATE_*``: of those that are updated when the backward has ended; ``NEXT_*``: beside the next forward;
-    ``*_STATES_READ``: of those among them that are updated twice, and ``REPEATED_*`` the second time.
+    ``*_STATES_READ``: of those among them that are updated twice, and ``REPEATED_*`` the second time; ``LATE_SUMS_NVME``: of
+    gradients that wait for what is left after the backward as fp32 sums, and not as the backward made them.
     """
 
     RECOMPUTE_S = "recompute_s"
@@ -49,6 +50,7 @@ class Quantity(enum.StrEnum):
     LATE_UPDATED = "late_updated_parameters"
     LATE_RETURNED = "late_returned_bytes"
     LATE_HELD_NVME = "late_held_nvme_bytes"
+    LATE_SUMS_NVME = "late_sums_nvme_bytes"
     NEXT_STATES = "next_states_bytes"
     NEXT_COPIED = "next_copied_bytes"
     NEXT_UPDATED = "next_updated_parameters"

@@ -87,6 +87,7 @@ class Engine:
         trains: bool = True,
     ) -> None:
         """Get ready to run graphs rewritten by ``plan``: host memory, lanes, places for swaps, resident parameters.
+        ``swap_sizes_bytes``: of what one forward swaps to the drives.
         ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory. ``trains``: there
         is a backward among them, whose gradients wait where the plan says.
 
@@ -107,7 +108,7 @@ class Engine:
             self._swap.leaving.narrow(plan.windows.swap_out_bytes)
         if not self._arena.provided and (arena_bytes := _arena_bytes(plan)):
             self._arena.provide(self._machine.reserve_activations(arena_bytes))
-        self._swap.prepare(sorted(swap_sizes_bytes))
+        self._swap.prepare(plan.forwards * list(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)
         if trains:
@@ -128,7 +129,9 @@ class Engine:
             window_bytes=windows.gradient_bytes,
         )
         self.updates.connect(self._optimizer, shares_memory=machine.link.shares_memory)
-        self._stream = ParameterStream(machine, self.slots, self.residency, self._optimizer.pending, self.updates.wanted)
+        self._stream = ParameterStream(
+            machine, self.slots, self.residency, self._optimizer.pending, self.updates.wanted
+        )
         return machine
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,15 @@ def stripe_extent(nbytes: int, stripe_bytes: int, weights: Sequence[float], ends
             pieces.append(Piece(start, length, index, ends[index]))
         ends[index] += length
     return tuple(pieces)
+
+
+def most_bytes(room_bytes: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
+    """(bytes, file): how much files with so much room take in stripes until the first of them is full, to a stripe each, and
+    which one that is."""
+    all_weights = math.fsum(weights)
+    limits = [room * (all_weights / weight) for room, weight in zip(room_bytes, weights, strict=True)]
+    first = limits.index(min(limits))
+    return round(limits[first]), first
 
 
 def parts_between(pieces: Sequence[Piece], start_bytes: int, end_bytes: int) -> Iterator[Part]:

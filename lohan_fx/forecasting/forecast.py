@@ -28,7 +28,7 @@ from lohan_fx.planning.budgets import (
     make_budgets,
     mean_request_bytes,
 )
-from lohan_fx.planning.disk_space import disk_bytes, stored_bytes
+from lohan_fx.planning.disk_space import capacity_bytes, disk_bytes, endurance_bytes, stored_bytes
 from lohan_fx.planning.memory_model import lowest_tier
 from lohan_fx.planning.predict import work_of
 from lohan_fx.policies import named
@@ -136,11 +136,11 @@ class Forecast:
 
     @property
     def wear_years(self) -> float | None:
-        """Years of uninterrupted training until the drives have been written as often as they are rated for."""
+        """Years of uninterrupted training until the first drive has been written as often as it is rated for."""
         if not self.prediction.nvme_write_bytes or not self.asked.hw.nvme:
             return None
-        endurance_bytes = ENDURANCE_WRITES * sum(drive.drive_bytes or 0 for drive in self.asked.hw.nvme)
-        return endurance_bytes / (self.prediction.nvme_write_bytes / self.expected_s) / YEAR_S
+        written_bytes_per_s = self.prediction.nvme_write_bytes / self.expected_s
+        return endurance_bytes(self.asked.hw, ENDURANCE_WRITES) / written_bytes_per_s / YEAR_S
 
     @property
     def machine_usd(self) -> float | None:
@@ -271,7 +271,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
 
 def _check_drives(plan: Plan, asked: Asked) -> None:
     hw = asked.hw
-    needed, capacity = disk_bytes(plan, asked.checkpoints), sum(drive.capacity_bytes for drive in hw.nvme)
+    needed = disk_bytes(plan, asked.checkpoints)
     if not hw.nvme:
         if asked.checkpoints:
             raise ValueError(
@@ -284,13 +284,27 @@ def _check_drives(plan: Plan, asked: Asked) -> None:
             f"policy {plan.policy!r} puts {needed:,} bytes on NVMe, and the hardware profile {hw.name!r} has no drive: "
             "choose a profile with drives, or a policy that stays in memory, or a smaller model"
         )
-    if needed > capacity:
-        more = -(-needed // (capacity // len(hw.nvme))) - len(hw.nvme)
+    if needed > capacity_bytes(hw)[0]:
         raise ValueError(
             f"the model needs {needed:,} bytes of disk{_for_checkpoints(plan, asked)}, and the {len(hw.nvme)} drives of "
-            f"{hw.name!r} have {capacity:,}: {needed - capacity:,} bytes are missing; {more} more drives like these would hold "
-            "it, or choose a smaller model"
+            f"{hw.name!r} have {_too_little(hw, needed)}, or choose a smaller model"
         )
+
+
+def _too_little(hw: HardwareProfile, needed: int) -> str:
+    """What the drives have, what is missing, and which drives would hold it."""
+    (capacity, first), there_are = capacity_bytes(hw), sum(drive.capacity_bytes for drive in hw.nvme)
+    short, missing = hw.nvme[first], needed - capacity
+    more = -(-missing // short.capacity_bytes)
+    if capacity == there_are:
+        return f"{capacity:,}: {missing:,} bytes are missing; {more} more drives like these would hold it"
+    name = short.directory or f"nvme {first + 1}"
+    others = dataclasses.replace(hw, nvme=(*hw.nvme[:first], *hw.nvme[first + 1 :]))
+    alone = ", and so would the others without it" if capacity_bytes(others)[0] >= needed else ""
+    return (
+        f"{there_are:,}, of which a store striped by their bandwidths fills {capacity:,} until {name} is full: {missing:,} bytes "
+        f"are missing; {more} more drives like {name} would hold it{alone}"
+    )
 
 
 def _for_checkpoints(plan: Plan, asked: Asked) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from lohan_fx.cost import STATE_BYTES
 from lohan_fx.forecasting.forecast import PRICE_YEARS, Forecast
 from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Division, OptimizerTiming, Recompute, Stage, Tier
-from lohan_fx.planning.disk_space import disk_text, stored_bytes
+from lohan_fx.planning.disk_space import capacity_bytes, disk_text, stored_bytes
+from lohan_fx.planning.memory_model import states_bytes
 from lohan_fx.reporting.plan_table import DECISIONS, division_table, table, windows_lines
 from lohan_fx.simulation.simulated_waits import WORTH_A_REASON, waits_s
 from lohan_fx.simulation.simulator import Simulation
@@ -71,8 +71,8 @@ def _answers(found: Forecast) -> list[tuple[str, str]]:
         ("peak in host memory", f"{format_bytes(peaks['host'])} of {format_bytes(found.plan.host_memory_bytes)}"),
     ]
     rows += [("updates", text) for text in _updates(found)]
-    capacity = sum(drive.capacity_bytes for drive in found.asked.hw.nvme)
-    disk = f" of {format_bytes(capacity)}" if capacity else ""
+    hw = found.asked.hw
+    disk = f" of {format_bytes(capacity_bytes(hw)[0])}" if hw.nvme else ""
     rows += [
         ("disk needed", f"{format_bytes(found.disk_bytes)}{disk}"),
         ("", disk_text(found.plan, found.asked.checkpoints)),
@@ -156,9 +156,11 @@ def _stages(found: Forecast) -> list[str]:
 def _where(found: Forecast) -> list[str]:
     plan = found.plan
     homes = [("device", Tier.DEVICE), ("host", Tier.HOST), ("NVMe", Tier.NVME)]
-    trained = [p for p in plan.parameters if p.trainable]
     parameters = {text: sum(p.bytes for p in plan.parameters if p.home is tier) for text, tier in homes}
-    states = {text: sum(STATE_BYTES * p.numel for p in trained if p.states_home is tier) for text, tier in homes}
+    states = {
+        text: sum(states_bytes(p, plan.device) for p in plan.parameters if p.states_home is tier)
+        for text, tier in homes
+    }
     activations = {
         "device" if name == "kept" else name.replace("swap host", "host").replace("swap nvme", "NVMe"): sum(
             a.bytes for a in plan.activations if a.decision == decision

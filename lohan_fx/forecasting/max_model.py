@@ -36,7 +36,7 @@ class SystemRow:
 @dataclass(frozen=True)
 class SystemLimit:
     """What the system of ``policy`` could train in so many bytes, ``nvme_bytes`` of them on drives; ``rows`` by size, none
-    where the papers say too little of its memory."""
+    where the papers say too little of its memory, or do not have it."""
 
     policy: str
     device_bytes: int
@@ -89,6 +89,8 @@ def system_limit(models: Sequence[ModelDims], asked: Asked, seq: int | None) -> 
 def limit_text(limit: SystemLimit) -> str:
     """A line per model, and the largest that fits; without a newline at the end."""
     source = named(limit.policy).source
+    if source == "ours":
+        return f"no paper has {limit.policy}, which is ours: it has no limit of its own to tell"
     if not limit.rows:
         return f"the papers say too little of the memory that {limit.policy} ({source}) itself needs to tell its limit"
     lines = []

@@ -121,11 +121,9 @@ MEMORY: Mapping[str, SystemMemory] = {
     "zero-infinity": ZeroInfinityMemory(),
     **dict.fromkeys(("zero-offload", "l2l", "stronghold"), HostMemory()),
     "gemini": HostMemory(GEMINI_HOST_BYTES, checkpoints_on_device=True, nvme_bytes_per_parameter=GEMINI_NVME_BYTES),
-    **dict.fromkeys(
-        ("flashneuron", "capuchin", "checkmate", "str", "vdnn", "superneurons", "in-memory"), DeviceMemory()
-    ),
+    **dict.fromkeys(("flashneuron", "capuchin", "checkmate", "str", "vdnn", "superneurons"), DeviceMemory()),
 }
-"""By policy. Angel-PTM, G10 and SwapAdvisor are not here: the papers say too little of their memory."""
+"""By policy. Angel-PTM, G10 and SwapAdvisor are not here: the papers say too little of their memory; nor is what only we have."""
 
 
 def largest_that_fits(

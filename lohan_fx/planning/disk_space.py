@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SUM_BYTES, Plan, Swap, Tier
+from lohan_fx.runtime.striping import most_bytes
 from lohan_fx.units import format_bytes
 
 
@@ -18,10 +20,22 @@ def disk_bytes(plan: Plan, checkpoints: int = 0) -> int:
     return (1 + checkpoints) * stored_bytes(plan) + _passing_bytes(plan)
 
 
+def capacity_bytes(hw: HardwareProfile) -> tuple[int, int]:
+    """(bytes, drive): how large a store may be that is striped over the drives of ``hw``, of which there is one at least, and
+    which of them is full then."""
+    return most_bytes([drive.capacity_bytes for drive in hw.nvme], [drive.stripe_weight for drive in hw.nvme])
+
+
+def endurance_bytes(hw: HardwareProfile, times: int) -> int:
+    """What a store may write until the first drive of ``hw`` has been written in full so many times."""
+    whole = [times * (drive.drive_bytes or drive.capacity_bytes) for drive in hw.nvme]
+    return most_bytes(whole, [drive.stripe_weight for drive in hw.nvme])[0]
+
+
 def _passing_bytes(plan: Plan) -> int:
-    """What a step puts there and reads again: no checkpoint keeps it."""
+    """What a step puts there and reads again, activations once for each forward that waits: no checkpoint keeps it."""
     gradients = sum(SUM_BYTES * p.numel for p in plan.parameters if p.gradient_home is Tier.NVME)
-    return gradients + sum(a.bytes for a in plan.activations if a.decision == Swap(Tier.NVME))
+    return gradients + plan.forwards * plan.bytes_of(Swap(Tier.NVME))
 
 
 def disk_text(plan: Plan, checkpoints: int) -> str:

@@ -59,11 +59,13 @@ def _put_off(problem: Problem, hw: HardwareProfile, decide: Decide) -> Plan:
     first = plan = decide(problem, hw)
     budgets = problem.budgets
     more = {"device": 0, "host": 0}
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS + 1):
         before, away = needed(problem, plan, problem.device_peak(plan)), _away(plan, hw)
         peak = problem.device_peak(away)
         if not missing(problem, away, peak):
             return holding(problem, hw, plan)
+        if attempt == ATTEMPTS:
+            break
         more = {tier: max(more[tier], nbytes - before[tier]) for tier, nbytes in needed(problem, away, peak).items()}
         try:
             plan = decide(dataclasses.replace(problem, budgets=_with_less(budgets, more)), hw)

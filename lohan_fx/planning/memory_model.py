@@ -26,12 +26,19 @@ def parameter_bytes(p: ParameterPlan, device: str) -> tuple[int, int]:
     found = dict.fromkeys(Tier, 0)
     found[p.home] += p.bytes
     if p.states_home is not None:
-        # An fp32 master that is also what the graph computes with exists once where both are in one memory.
-        same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
-        found[p.states_home] += STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
+        found[p.states_home] += states_bytes(p, device)
     if p.gradient_home is not None:
         found[p.gradient_home] += p.held_bytes
     return found[Tier.DEVICE], found[Tier.HOST]
+
+
+def states_bytes(p: ParameterPlan, device: str) -> int:
+    """Bytes that the states of one parameter take at their home, beside the parameter: an fp32 master that is also what the graph
+    computes with exists once where both are in one memory, or both on the drives."""
+    if p.states_home is None:
+        return 0
+    same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
+    return STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
 
 
 def at_home_bytes(plan: Plan) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from lohan_fx import cost
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.hardware import HardwareProfile
@@ -15,6 +17,7 @@ from lohan_fx.passes.traffic import blocking_written_bytes, hands_gradient_over,
 from lohan_fx.plan import (
     FETCHES_LANE,
     PYTHON_LANE,
+    SUM_BYTES,
     UPDATES_LANE,
     OptimizerTiming,
     ParameterPlan,
@@ -42,6 +45,8 @@ def adds_of_a_read_one(problem: Problem, p: ParameterPlan) -> dict[Quantity, flo
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
     runs = p.runs_beside(problem.ends, device_of(problem))
     states, copies, returned, updated, held = _BESIDE.get(runs, _EARLY)
+    if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD:
+        held = Quantity.LATE_SUMS_NVME
     return {
         Quantity.FETCHED_FORWARD: forward,
         Quantity.FETCHED_FORWARD_NVME: forward if streamed else 0,
@@ -206,7 +211,7 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         adam_parameters=sum(p.numel for p in trained) - of(Quantity.LATE_UPDATED) - of(Quantity.NEXT_UPDATED),
         first_fetched_nvme_bytes=of(Quantity.FIRST_FETCHED_NVME),
         last_fetch_s=problem.ends.last_fetch_s,
-        held_nvme_bytes=of(Quantity.LATE_HELD_NVME),
+        held_nvme_bytes=of(Quantity.LATE_HELD_NVME) + of(Quantity.LATE_SUMS_NVME),
         late_state_read_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_STATES_READ),
         late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
         late_adam_parameters=of(Quantity.LATE_UPDATED),
@@ -246,6 +251,7 @@ _IN_BACKWARD = (
     Quantity.COPIED,
     Quantity.NEXT_HELD_NVME,
     Quantity.LATE_HELD_NVME,
+    Quantity.LATE_SUMS_NVME,
     Quantity.REPEATED_STATES,
     Quantity.REPEATED_HELD_NVME,
 )
@@ -259,7 +265,12 @@ def _requests_per_byte(problem: Problem, quantity: Quantity) -> float:
         return 4 / (STATE_BYTES * windows.chunk_elements)
     if quantity is Quantity.NEXT_STATES_READ:
         return 2 / (STATE_BYTES * windows.chunk_elements)
-    return 1 / (2 * windows.chunk_elements if quantity in _IN_CHUNKS else windows.io_bytes)
+    if quantity is Quantity.LATE_SUMS_NVME:
+        return 1 / (SUM_BYTES * windows.chunk_elements)
+    if quantity in _IN_CHUNKS:
+        dtype: torch.dtype = getattr(torch, problem.compute_dtype)
+        return 1 / (dtype.itemsize * windows.chunk_elements)
+    return 1 / windows.io_bytes
 
 
 _STATES = (Quantity.STATES, Quantity.NEXT_STATES, Quantity.REPEATED_STATES)
@@ -359,13 +370,14 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     }
     after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, late),)),)
     if hw.nvme:
+        late_held = (q.LATE_HELD_NVME, q.LATE_SUMS_NVME)
         fetches = (q.FETCHED_FORWARD_NVME, q.NEXT_STATES, q.NEXT_STATES_READ, q.NEXT_HELD_NVME)
         forward += _ssd(hw, fetches, (q.SWAPPED_NVME, q.NEXT_STATES, q.NEXT_COPIED))
         forward += _ssd(hw, fetches, (q.NEXT_STATES, q.NEXT_COPIED), problem.ends.last_fetch_s)
         backward += _ssd(
             hw,
             (q.FETCHED_BACKWARD_NVME, q.SWAPPED_NVME, q.STATES, q.REPEATED_STATES, q.REPEATED_HELD_NVME),
-            (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME, q.REPEATED_STATES),
+            (q.STATES, q.COPIED, q.NEXT_HELD_NVME, *late_held, q.REPEATED_STATES),
         )
         (compute,) = next(lane.lines for lane in backward if Quantity.RECOMPUTE_S in lane.lines[0].per)
         served_s = _served_by_a_byte(hw)
@@ -378,8 +390,8 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
         }
         backward += _ssd(hw, (q.BLOCKING_READ,), (q.BLOCKING_WRITTEN,), compute.seconds, beside)
         first_s = problem.ends.first_gradient_s
-        backward += _ssd(hw, (q.STATES,), (q.STATES, q.COPIED, q.NEXT_HELD_NVME, q.LATE_HELD_NVME), first_s)
-        after += _ssd(hw, (q.LATE_STATES, q.LATE_STATES_READ, q.LATE_HELD_NVME), (q.LATE_STATES, q.LATE_COPIED))
+        backward += _ssd(hw, (q.STATES,), (q.STATES, q.COPIED, q.NEXT_HELD_NVME, *late_held), first_s)
+        after += _ssd(hw, (q.LATE_STATES, q.LATE_STATES_READ, *late_held), (q.LATE_STATES, q.LATE_COPIED))
     return forward, backward, after
 
 

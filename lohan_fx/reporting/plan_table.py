@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from lohan_fx.cost import STATE_BYTES
 from lohan_fx.plan import (
     ActivationPlan,
     Decision,
@@ -27,6 +26,7 @@ from lohan_fx.plan import (
     Windows,
 )
 from lohan_fx.planning.disk_space import disk_text
+from lohan_fx.planning.memory_model import states_bytes
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, small_buffers
 from lohan_fx.units import format_bytes, format_flops, format_seconds
 
@@ -84,9 +84,9 @@ def plan_summary(plan: Plan, checkpoints: int = 0) -> str:
 
 def _sums(plan: Plan) -> str:
     activations = [(name, [a.bytes for a in plan.activations if a.decision == d]) for name, d in DECISIONS]
-    trained = [p for p in plan.parameters if p.trainable]
     parameters = [(f"on {tier}", [p.bytes for p in plan.parameters if p.home is tier]) for tier in Tier]
-    states = [(f"on {tier}", [STATE_BYTES * p.numel for p in trained if p.states_home is tier]) for tier in Tier]
+    in_tier = {tier: [p for p in plan.parameters if p.states_home is tier] for tier in Tier}
+    states = [(f"on {tier}", [states_bytes(p, plan.device) for p in found]) for tier, found in in_tier.items()]
     rows = []
     for name, places in (("activations", activations), ("parameters", parameters), ("states", states)):
         sizes = [f"{format_bytes(sum(found))} {place}" for place, found in places if found]

@@ -17,6 +17,8 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Swap, Tier
+from lohan_fx.planning.disk_space import disk_bytes
 from tests.end_to_end.models import LLAMA, PERCEPTRON, tokens, vectors
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
@@ -86,6 +88,17 @@ def test_training_goes_on_exactly_when_plans_are_made_anew(
         assert [plan.forwards for plan in compiled(model).plans] == [CALLS]
     assert found == wanted
     assert_same_weights(weights_of(model), weights_of(plain))
+
+
+def test_what_they_swap_to_the_drives_has_its_places_before(hw: HardwareProfile, tmp_path: Path) -> None:
+    model = PERCEPTRON.build()
+    options = {"compute_dtype": torch.float32, "host_memory": "2GiB", "policy": "swap-nvme", "forwards": CALLS}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        plan, store = lohan_fx.prepare(model, **vectors()), compiled(model).engine.store
+        allocated = store.nbytes_allocated
+        assert plan.bytes_of(Swap(Tier.NVME)) and allocated >= disk_bytes(plan)
+        _contrastive(model, lohan_fx.AdamW(model.parameters(), lr=LR), 1)
+        assert store.nbytes_allocated == allocated
 
 
 @pytest.mark.usefixtures("leak_check")

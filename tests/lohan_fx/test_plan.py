@@ -227,10 +227,36 @@ def test_a_wrong_part_is_named(key: str, value: object, message: str) -> None:
         (("activations", 0, "flops"), True, "ActivationPlan.flops is True: expected a whole number"),
         (("activations", 0, "mandatory"), 0, "ActivationPlan.mandatory is 0: expected true or false"),
         (("windows", "io_buffers"), 2.5, "Windows.io_buffers is 2.5: expected a whole number"),
+        (("prediction", "forward", "lanes_s"), [1], r"Stage.lanes_s is \[1\]: expected names with numbers"),
+        (
+            ("prediction", "optimizer", "lanes_s", "ssd"),
+            "1",
+            "Stage.lanes_s is {'ssd': '1'}: expected names with numbers",
+        ),
+        (
+            ("prediction", "peak_bytes"),
+            None,
+            "Prediction.peak_bytes is None: expected names with whole numbers, 0 or more",
+        ),
+        (
+            ("prediction", "peak_bytes", "host"),
+            0.5,
+            "Prediction.peak_bytes is {'host': 0.5}: expected names with whole numbers",
+        ),
+        (("prediction", "flops"), None, "Prediction.flops is None: expected a whole number"),
+        (("division", "shares", 0, "bytes"), -1, "Share.bytes is -1: expected a whole number"),
+        (("division", "shares", 0, "saves_s"), "1", "Share.saves_s is '1': expected a number"),
+        (("division", "per_byte_s"), None, "Division.per_byte_s is None: expected names with numbers"),
+        (("division", "walk_s"), True, "Division.walk_s is True: expected a number"),
     ],
 )
 def test_a_wrong_value_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:
-    raw = json.loads(plan(activation("mm")).to_json())
+    whole = dataclasses.replace(
+        plan(activation("mm")),
+        prediction=Prediction(Stage({}), Stage({}), {}, 0, 0, 0, 0),
+        division=Division((Share(Tier.HOST, Use.FREE, 1, 0.0),), {}, 1.0, float("inf"), 1.0),
+    )
+    raw = json.loads(whole.to_json())
     place = raw
     for key in path[:-1]:
         place = place[key]

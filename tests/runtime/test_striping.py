@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lohan_fx.runtime.striping import Piece, parts_between, stripe_extent
+from lohan_fx.runtime.striping import Piece, most_bytes, parts_between, stripe_extent
 
 PAGE = 4096
 
@@ -54,6 +54,17 @@ def test_extents_tile_their_files_without_gap_or_overlap(sizes: list[int], strip
     assert used == [set(range(end // PAGE)) for end in ends]
     again = [0] * len(weights)
     assert [stripe_extent(size * PAGE, stripe * PAGE, weights, again) for size in sizes] == extents
+
+
+@given(files=st.lists(st.tuples(st.integers(50, 300), st.floats(1.0, 4.0)), min_size=1, max_size=4))
+def test_the_most_bytes_are_there_when_the_first_file_is_full(files: list[tuple[int, float]]) -> None:
+    room, weights = [pages * PAGE for pages, _ in files], [weight for _, weight in files]
+    ends = [0] * len(files)
+    while all(end <= most for end, most in zip(ends, room, strict=True)):
+        stripe_extent(PAGE, PAGE, weights, ends)
+    found, first = most_bytes(room, weights)
+    assert found == pytest.approx(sum(ends), abs=PAGE * (len(files) + sum(weights) / min(weights)))
+    assert ends[first] == pytest.approx(room[first], abs=PAGE * (1 + weights[first] / min(weights)))
 
 
 @given(size=st.integers(1, 40), stripe=st.integers(1, 5), files=st.integers(1, 3), data=st.data())

@@ -132,6 +132,17 @@ def test_the_answer_in_words(model: str, capsys: pytest.CaptureFixture[str]) -> 
         assert words in text, words
 
 
+def test_a_float32_master_that_the_graph_computes_with_is_counted_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU with all in memory: what is where says of the states what the division of memory says."""
+    write(dataclasses.replace(HardwareProfile.preset(PRESET), device="cpu"), tmp_path / "cpu.toml")
+    asked = ("--compute-dtype", "float32", "--no-simulation")
+    assert plan(model, *asked, hw=str(tmp_path / "cpu.toml")) == 0
+    where, divided = re.findall(r"optimizer states\s+(?:-\s+)?([\d.]+ \w+)", capsys.readouterr().out)
+    assert where == divided
+
+
 def test_formulas_with_names_and_as_data(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--no-simulation", "--policy", "fuyou", "--formula", "names") == 0
     assert "h2d      (D_f + 2*p)/BW_GPU" in capsys.readouterr().out

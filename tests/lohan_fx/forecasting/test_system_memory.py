@@ -12,7 +12,7 @@ from lohan_fx.forecasting.system_memory import MEMORY, ZeroInfinityMemory
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.models.model_presets import MODELS, named
 from lohan_fx.models.transformer_counts import TransformerCounts
-from lohan_fx.policies import POLICIES
+from lohan_fx.policies import FORCED, POLICIES
 
 GIB = 1 << 30
 HW = HardwareProfile.preset("rtx4090-12xP5510")
@@ -109,5 +109,12 @@ def test_a_system_that_the_papers_say_too_little_of() -> None:
     assert limit.largest is None and "say too little" in limit_text(limit) and not limit_data(limit)["known"]
 
 
-def test_only_policies_have_memory() -> None:
-    assert set(MEMORY) <= set(POLICIES)
+@pytest.mark.parametrize("policy", [policy.name for policy in FORCED])
+def test_what_is_ours_is_in_no_paper(policy: str) -> None:
+    limit = system_limit(GPT, dataclasses.replace(Asked(HW), policy=policy), None)
+    assert limit.largest is None and not limit_data(limit)["known"]
+    assert limit_text(limit) == f"no paper has {policy}, which is ours: it has no limit of its own to tell"
+
+
+def test_only_policies_of_the_papers_have_memory() -> None:
+    assert set(MEMORY) <= set(POLICIES) - {policy.name for policy in FORCED}

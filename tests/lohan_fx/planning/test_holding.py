@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier, Use
 from lohan_fx.planning import holding
 from lohan_fx.planning.joint_search import joint_search
@@ -103,6 +104,30 @@ def test_a_plan_that_fills_the_memory_is_made_again_with_room_for_gradients_on_t
     plan = make_plan(asked, hardware(True))
     assert fits(asked, plan)
     assert (plan.host_memory_bytes, plan.device_memory_bytes) == (filled.host_memory_bytes, filled.device_memory_bytes)
+
+
+@pytest.mark.parametrize("fits_with", range(holding.ATTEMPTS + 2))
+def test_what_was_decided_last_is_looked_at_too(fits_with: int) -> None:
+    """Gradients on their way need 5 MiB more with each plan, until ``decide`` has been asked ``fits_with`` times again."""
+    plain = problem(FIXED + 60 * MIB, FIXED + 60 * MIB)
+    decided: list[Plan] = []
+
+    def decide(asked: Problem, hw: HardwareProfile) -> Plan:
+        decided.append(replace(joint_search(asked, hw), notes=(str(len(decided)),)))
+        return decided[-1]
+
+    def device_peak(plan: Plan) -> int:
+        again = int(plan.notes[0]) if plan.notes else 0
+        on_their_way = 5 * MIB * min(again + 1, fits_with) * any(p.gradient_home is Tier.NVME for p in plan.parameters)
+        return plain.device_peak(plan) + on_their_way
+
+    asked = replace(plain, device_peak=device_peak)
+    if fits_with <= holding.ATTEMPTS:
+        assert holding._put_off(asked, hardware(True), decide).notes == (str(fits_with),)
+    else:
+        with pytest.raises(InfeasiblePlan):
+            holding._put_off(asked, hardware(True), decide)
+    assert len(decided) == 1 + min(fits_with, holding.ATTEMPTS)
 
 
 def test_where_they_fit_nowhere_the_error_speaks_of_the_promise() -> None:

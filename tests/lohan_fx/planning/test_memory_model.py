@@ -8,7 +8,7 @@ import pytest
 
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
-from lohan_fx.planning.memory_model import at_home_bytes, with_less_at_home
+from lohan_fx.planning.memory_model import at_home_bytes, states_bytes, with_less_at_home
 from tests.lohan_fx.planning.test_planner import WINDOWS
 
 ELEMENTS = {"small": 10, "large": 1000, "frozen": 100, "held": 5}
@@ -70,3 +70,25 @@ def test_what_a_gpu_keeps_is_not_host_memory() -> None:
     less = with_less_at_home(found, 20)
     assert at_home_bytes(less) == (2 * sum(ELEMENTS.values()), 20)
     assert dataclasses.replace(less, parameters=()) == dataclasses.replace(found, parameters=())
+
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+@pytest.mark.parametrize(
+    ("device", "home", "states_home", "each"),
+    [
+        *(("cpu", home, states, 8) for home in (D, H) for states in (D, H)),
+        ("cpu", N, N, 8), ("cpu", D, N, 12), ("cpu", N, H, 12),
+        ("cuda", D, D, 8), ("cuda", H, H, 8), ("cuda", N, N, 8),
+        ("cuda", D, H, 12), ("cuda", H, N, 12), ("cuda", N, H, 12),
+    ],
+)  # fmt: skip
+def test_a_master_that_the_graph_computes_with_is_counted_once(
+    device: str, home: Tier, states_home: Tier, each: int
+) -> None:
+    half = plan(device, home, states_home).parameters
+    single = [dataclasses.replace(p, bytes=4 * p.numel) for p in half]
+    trained = sum(numel for name, numel in ELEMENTS.items() if name != "frozen")
+    assert sum(states_bytes(p, device) for p in single) == each * trained
+    assert sum(states_bytes(p, device) for p in half) == 12 * trained

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx import cost
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.decision_model import Quantity
-from lohan_fx.plan import Ends, Tier
+from lohan_fx.passes.lane_jobs import chunks, pieces, update_requests
+from lohan_fx.plan import Ends, OptimizerTiming, Tier
 from lohan_fx.planning.plan_builder import build_plan, default_homes
 from lohan_fx.planning.step_time import quantities_of_plan, stage_lanes, work_of
 from tests.lohan_fx.planning.test_planner import CPU, GPU, problem
@@ -94,6 +96,7 @@ def test_the_lines_are_the_cost_model(
         Quantity.LATE_UPDATED: late_updated,
         Quantity.LATE_RETURNED: late_copied if late_updated else 0,
         Quantity.LATE_HELD_NVME: int(part * late_copied),
+        Quantity.LATE_SUMS_NVME: int(other * late_copied),
         Quantity.NEXT_STATES: later,
         Quantity.NEXT_COPIED: later_copied,
         Quantity.NEXT_UPDATED: later_updated,
@@ -128,6 +131,30 @@ def test_a_parameter_that_the_graph_does_not_read_moves_nothing() -> None:
     assert without.adam_parameters == with_all.adam_parameters - unread.numel
     assert without.gradient_bytes == with_all.gradient_bytes - unread.bytes
     assert without.fetched_forward_bytes == with_all.fetched_forward_bytes - unread.bytes
+
+
+WAITING = OptimizerTiming.NEXT_FORWARD, OptimizerTiming.AFTER_BACKWARD
+
+
+@pytest.mark.parametrize("runs", [OptimizerTiming.IN_BACKWARD, *WAITING])
+@pytest.mark.parametrize("ends", [Ends(), Ends(frozenset(["layers.0.fc.weight"]))], ids=["", "first"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_requests_are_as_large_as_the_elements_of_their_chunk(dtype: str, ends: Ends, runs: OptimizerTiming) -> None:
+    """Of parameters of whole chunks the formula has as many beside compute as the lanes get."""
+    asked = replace(problem(10**10, 10**10), ends=ends)
+    facts = tuple(replace(p, bytes=getattr(torch, dtype).itemsize * p.numel) for p in asked.parameters if p.numel > 512)
+    asked = replace(asked, parameters=facts, compute_dtype=dtype)
+    plan = build_plan(asked, {}, default_homes(asked, Tier.NVME), Tier.NVME)
+    home = Tier.NVME if runs in WAITING else None
+    trained = [replace(p, optimizer_runs=runs, gradient_home=home) for p in plan.parameters if p.trainable]
+    plan = replace(plan, parameters=tuple(trained))
+    fetched = sum(pieces(p.bytes, asked.windows) for p in trained)
+    held = sum(chunks(p, asked.windows) for p in trained if home is not None)
+    beside = {when: [p for p in trained if p.runs_beside(ends, "cpu") is when] for when in OptimizerTiming}
+    updated = {when: sum(update_requests(p, asked.windows) for p in found) for when, found in beside.items()}
+    work = work_of(asked, quantities_of_plan(asked, plan))
+    assert work.forward_requests == pytest.approx(fetched + updated[OptimizerTiming.NEXT_FORWARD])
+    assert work.backward_requests == pytest.approx(fetched + held + updated[OptimizerTiming.IN_BACKWARD])
 
 
 def test_without_drives_there_is_no_ssd_lane() -> None:

@@ -129,6 +129,23 @@ def test_what_is_on_disk_is_said_before_it_is_taken(checkpoints: int, said: str)
     assert disk_bytes(example(), checkpoints) == (1 + checkpoints) * states_bytes + 3 * (64 << 20)
 
 
+def test_activations_are_on_disk_once_for_each_forward_that_waits() -> None:
+    plan = dataclasses.replace(example(), forwards=3)
+    assert disk_bytes(plan) == disk_bytes(example()) + 2 * 3 * (64 << 20)
+    assert "536 MiB for parameters and states, 576 MiB for activations and gradients" in plan_summary(plan)
+
+
+def test_a_float32_master_that_the_graph_computes_with_is_summed_once() -> None:
+    """All states are on NVMe: of three parameters that are there, too, 8 bytes an element, of one in host memory 12."""
+    single = (dataclasses.replace(p, bytes=4 * p.numel) for p in example().parameters if p.numel == 10**7)
+    rows = plan_summary(dataclasses.replace(example(), parameters=tuple(single))).splitlines()
+    sums = {row.split()[0]: " ".join(row.split()[1:]) for row in rows[-2:]}
+    assert sums == {
+        "parameters": "153 MiB 38.1 MiB on host, 114 MiB on nvme",
+        "states": "343 MiB 343 MiB on nvme",
+    }
+
+
 def test_counts_and_bytes_add_up() -> None:
     rows = plan_table(example()).splitlines()
     total = next(row for row in rows if row.startswith("  all") and "(" in row)
