@@ -246,11 +246,11 @@ class StepUpdates:
             raise
 
     def _to_apply(self) -> tuple[list[int], list[int]]:
-        """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins: first
-        those that are updated at once, then as the forward wanted them."""
+        """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins, as
+        the forward wanted them: first those for which lanes work, then those that this thread updates at once meanwhile."""
         held = [slot for slot in self._slots if self._gradients.holds(slot)]
         order = {slot: place for place, slot in enumerate(self._wanted)}
-        held.sort(key=lambda slot: (not self._ready().updated_here(slot), order.get(slot, len(order))))
+        held.sort(key=lambda slot: (self._ready().updated_here(slot), order.get(slot, len(order))))
         later = {slot for slot in held if self.holds or self._gradients.deferred(slot)}
         return [slot for slot in held if slot not in later], [slot for slot in held if slot in later]
 

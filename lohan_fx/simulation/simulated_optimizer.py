@@ -140,14 +140,14 @@ class SimulatedOptimizer:
         """``engine.step``: the barrier, what is held, the barrier again, and the beginning of what the forward will wait
         for."""
         yield from self._barrier()
-        order = {name: place for place, name in enumerate(self._machine.parameters)}
-        held, self._held = sorted(self._held, key=lambda p: order[p.name]), []
+        wanted = {name: place for place, name in enumerate(self.wanted)}
+        held = sorted(self._held, key=lambda p: (self._in_memory(p, holds=False), wanted.get(p.name, len(wanted))))
+        self._held = []
         later = [p for p in held if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD]
         for parameter in (p for p in held if p not in later):
             yield from self._apply(parameter)
         yield from self._barrier()
-        wanted = {name: place for place, name in enumerate(self.wanted)}
-        for parameter in sorted(later, key=lambda p: wanted.get(p.name, len(wanted))):
+        for parameter in later:
             yield from self._apply(parameter)
         self._repeat()
 

@@ -20,9 +20,11 @@ from lohan_fx import meta, ops
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Tier
+from lohan_fx.plan import ParameterPlan, Tier
 from lohan_fx.planning import problem
 from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
+from lohan_fx.simulation.simulated_optimizer import SimulatedOptimizer
 from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, Run, assert_same, assert_same_weights, weights_of
 
@@ -80,6 +82,35 @@ def test_twenty_steps_are_bit_equal_to_plain(case: Case, clip: Clip, on_nvme: An
         assert compiled(model).engine.updates.holds
     assert norms == expected_norms
     assert_same(Run(losses, weights_of(model)), expected)
+
+
+def test_lanes_begin_before_what_is_updated_in_memory(on_nvme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the runtime, and in the same order in the simulator: matrices, whose states the drives bring, then norms."""
+    applied: dict[str, list[str]] = {"runtime": [], "simulator": []}
+    begin, simulate = OutOfCoreOptimizer.apply_held, SimulatedOptimizer._apply
+
+    def begun(self: OutOfCoreOptimizer, slot: int, *more: Any, **options: Any) -> Any:
+        applied["runtime"].append(self._slots[slot].name)
+        return begin(self, slot, *more, **options)
+
+    def simulated(self: SimulatedOptimizer, parameter: ParameterPlan) -> Any:
+        applied["simulator"].append(parameter.name)
+        return simulate(self, parameter)
+
+    monkeypatch.setattr(OutOfCoreOptimizer, "apply_held", begun)
+    monkeypatch.setattr(SimulatedOptimizer, "_apply", simulated)
+    model = LLAMA.build()
+    with on_nvme(model, hold_gradients=True):
+        clipped(model, lohan_fx.AdamW(model.parameters(), lr=LR), LLAMA, 3)
+        plan = compiled(model).plans[-1]
+        applied["simulator"].clear()  # those of the planner
+        lohan_fx.simulate(model)
+    count = len(plan.parameters)
+    near = {p.name for p in plan.parameters if p.stays_in_memory_of("cpu")}
+    order = applied["runtime"][-count:]
+    assert 0 < len(near) < count
+    assert [name in near for name in order] == [False] * (count - len(near)) + [True] * len(near)
+    assert applied["simulator"][-count:] == order
 
 
 def test_bf16_is_bit_equal_to_its_recipe(on_nvme: Any) -> None:
