@@ -92,8 +92,8 @@ class Engine:
         is a backward among them, whose gradients wait where the plan says.
 
         The first plan fixes the staging buffers, and the first that swaps to host memory how much there is for that; a later one
-        (another input shape) only adds places. Raises ``StepError``
-        where updates of a step that is half done may be on their way to what is moved here.
+        (another input shape) only adds places. Raises ``StepError`` where updates of a step that is half done may be on their way
+        to what is moved here.
         """
         self.micro_batches.forward_begins()
         if self._machine is None:
