@@ -1,5 +1,5 @@
-"""fio_beside: traffic to a drive by a program that is not ours, as much as a step of ours has. What compute loses to it is lost
-to the drive itself (its interrupts, the kernel's work, memory), and no runtime of any kind gets it back."""
+"""fio_beside: traffic to a drive by a program that is not ours, as much as a step of ours has. What compute loses to it is what
+a drive costs (interrupts, the kernel's work, memory, one thread) with no Python and none of our runtime in it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ its whole process; they take turns, and the one whose turn it is not sleeps. Bar
 (medians of alternating rounds).
 
 Where fio is installed, each round also times compute alone while fio moves as many bytes a second as the overlapped step did,
-in as large requests: what compute loses to that, it loses to the drive. A figure to compare with, not another bar.
+in as large requests, all the time: what a drive costs compute without our runtime. A figure to compare with, not another bar.
 """
 
 from __future__ import annotations

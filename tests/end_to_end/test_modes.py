@@ -48,12 +48,14 @@ def adamw(model: nn.Module) -> Any:
 # --- evaluation -----------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_before_training_changes_nothing_of_it(streamed: Any) -> None:
-    """Neither what leaves for the drives (there is host memory for swaps all the same) nor how far gradients may run ahead."""
+@pytest.mark.parametrize("policy", ["swap-host", "zero-infinity"])
+def test_an_evaluation_before_training_changes_nothing_of_it(policy: str, streamed: Any) -> None:
+    """Neither what leaves for the drives (there is host memory for swaps all the same) nor how far gradients may run ahead, which
+    ``zero-infinity`` does not let them."""
     inputs, written, windows = tokens(), [], []
     for evaluates in (False, True):
         torch.manual_seed(0)
-        with streamed(GPT2_SHALLOW.build(), policy="swap-host") as model:
+        with streamed(GPT2_SHALLOW.build(), policy=policy) as model:
             optimizer = adamw(model)
             if evaluates:
                 with torch.no_grad():

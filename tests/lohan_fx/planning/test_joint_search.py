@@ -67,6 +67,19 @@ FROZEN = [(Tier.NVME, None)]
 # --- the best -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("megabytes", "in_memory"), [(100, 0), (140, 0), (500, 3), (1500, 4)])
+def test_what_the_graph_does_not_read_gets_the_memory_that_is_left(megabytes: int, in_memory: int) -> None:
+    """Beside four such parameters a step is as long as without them, and of them as many are in memory as fit."""
+    without = problem(megabytes * MIB, megabytes * MIB)
+    unread = tuple(ParameterFacts(f"head.{n}", 8 * MIB, 16 * MIB, True) for n in range(4))
+    fetches = {p.name: (1, 1) for p in without.parameters}
+    asked = replace(without, parameters=(*without.parameters, *unread), fetches=fetches)
+    plan, alone = joint_search(asked, hardware(True)), joint_search(without, hardware(True))
+    assert seconds(plan) == pytest.approx(seconds(alone), rel=1e-3)
+    heads = [p for p in plan.parameters if p.name.startswith("head.")]
+    assert sum(p.home is Tier.DEVICE for p in heads) == in_memory
+
+
 def all_plans(asked: Problem) -> Iterator[Plan]:
     """Every plan of a small problem: any decision for each activation, any home for each large parameter."""
     found = asked.activations
