@@ -1,6 +1,6 @@
 """interrupts: trainings stopped by Ctrl-C at random moments of every phase, and resumed: soon, cleanly, to equal bits.
 
-    python benchmarks/interrupts.py --interrupts 60
+    python benchmarks/interrupts.py --interrupts 60 [--device cuda]
 
 Each life of a training gets SIGINT during initialisation, resume, a step, a commit, or while the drive does not answer at
 all (a read of a lane, a flush of a commit); it must end in 5 seconds, and let the next one in. Each training is interrupted
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 import report
-from kill9 import LIFE_TIMEOUT_S, Kill, Shared, import_all, live, train
+from kill9 import LIFE_TIMEOUT_S, Kill, Recipe, Shared, import_all, live, recipes_on, train
 
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.file_backend import PosixBackend, lock_directory, unlock_directory
@@ -75,13 +75,13 @@ class StuckDrive(PosixBackend):
             threading.Event().wait()
 
 
-def interrupted_life(directory: Path, interrupt: Interrupt, shared: Shared) -> tuple[int, float]:
+def interrupted_life(directory: Path, interrupt: Interrupt, shared: Shared, recipe: Recipe) -> tuple[int, float]:
     """One life in a process of its own; how it ended (0: it was over, or nearly, before the signal), and how long after the
     signal. Exits where it ended in any other way."""
     shared.phase("start")
     process = os.fork()
     if process == 0:
-        os._exit(_live_here(directory, StuckDrive(interrupt, shared), shared))
+        os._exit(_live_here(directory, StuckDrive(interrupt, shared), shared, recipe))
     if not _wait_for_phase(process, interrupt.phase, shared):
         return 0, 0.0
     time.sleep(interrupt.delay_s)
@@ -102,7 +102,7 @@ def interrupted_life(directory: Path, interrupt: Interrupt, shared: Shared) -> t
     return code, time.monotonic() - sent_s
 
 
-def _live_here(directory: Path, drive: StuckDrive, shared: Shared) -> int:
+def _live_here(directory: Path, drive: StuckDrive, shared: Shared, recipe: Recipe) -> int:
     """As a script of its own would end: the exit handlers run, but not those of the process it was forked from."""
     atexit._clear()
     raised_at: list[str] = []
@@ -114,7 +114,7 @@ def _live_here(directory: Path, drive: StuckDrive, shared: Shared) -> int:
 
     signal.signal(signal.SIGINT, interrupted)
     try:
-        train(directory, drive, shared)
+        train(directory, drive, shared, recipe=recipe)
         code = LOST if raised_at else 0
         if raised_at:
             print("a KeyboardInterrupt was lost that was raised here:", *raised_at, file=sys.stderr, sep="\n")
@@ -162,15 +162,17 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--interrupts", type=report.at_least_one, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    report.device_argument(parser)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)
+    recipe = recipes_on(args.device)[0]
     chance, shared = random.Random(args.seed), Shared()
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     trainings = unequal = left = lost = aborted = 0
     with tempfile.TemporaryDirectory(prefix="interrupts-", dir=args.nvme) as root:
         directory, result = Path(root, "store"), Path(root, "result")
         directory.mkdir()
-        live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
+        live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result, recipe)
         expected = result.read_text()
         import_all(result.with_name("modules").read_text().split())
         while (done := sum(map(len, seconds.values()))) < args.interrupts:
@@ -178,13 +180,13 @@ def main() -> None:
             directory.mkdir()
             for number in range(min(PER_TRAINING, args.interrupts - done)):
                 interrupt = choose(number, chance)
-                code, took_s = interrupted_life(directory, interrupt, shared)
+                code, took_s = interrupted_life(directory, interrupt, shared, recipe)
                 lost += code == LOST
                 aborted += code == -signal.SIGABRT
                 if code in (INTERRUPTED, -signal.SIGABRT):
                     seconds[interrupt.phase].append(took_s)
                     left += is_locked(directory)
-            live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result)
+            live(directory, Kill(after_s=LIFE_TIMEOUT_S), shared, result, recipe)
             trainings += 1
             unequal += result.read_text() != expected
             told = {phase: f"{max(found):.2f} s" for phase, found in seconds.items()}
@@ -205,7 +207,8 @@ def main() -> None:
     missed += [f"the slowest took {slowest_s:.1f} s"] if slowest_s > LIMIT_S else []
     missed += [f"{left} kept their lock"] if left else []
     missed += [f"{lost} more were lost, and the training went on"] if lost else []
-    report.finish("interrupts", [(k, str(v)) for k, v in figures.items()], figures, missed, save=args.save)
+    name = report.name_on(args.device, "interrupts")
+    report.finish(name, [(k, str(v)) for k, v in figures.items()], figures, missed, save=args.save)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """kill9: trainings killed at random moments and resumed, against one that was never broken. No kill may change a bit.
 
-    python benchmarks/kill9.py --kills 100
+    python benchmarks/kill9.py --kills 100 [--device cuda]
 
 Kills are aimed at initialisation, resume, step and commit in turn. A third comes from outside, at a random time of the phase; a
 third from within, at a random call of the store to the system; a third is such a call with a power loss: what was not
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a training makes a step.
+    """How a training makes a step, and on which ``device``.
 
     ``steps_per_commit``: with more than one, updates of held gradients run beside a forward. ``on_nvme``: gradients wait
     there, as if the promise left no memory for them. ``twice``: updates are made twice (docs/0036).
@@ -85,6 +85,7 @@ class Recipe:
     on_nvme: bool = False
     twice: bool = False
     steps_per_commit: int = 1
+    device: str = "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,13 +93,13 @@ class Recipe:
 
     def scaler(self) -> lohan_fx.GradScaler:
         """One that grows fast, so that some steps overflow and are skipped."""
-        return lohan_fx.GradScaler(growth_interval=2, enabled=self.scales)
+        return lohan_fx.GradScaler(self.device, growth_interval=2, enabled=self.scales)
 
     def step(self, model: nn.Module, optimizer: lohan_fx.AdamW, scaler: lohan_fx.GradScaler) -> float:
         """One step on random batches; the sum of their losses."""
         total = 0.0
         for _ in range(self.backwards):
-            loss = model(torch.randn(2, WIDTH).to(self.dtype))
+            loss = model(torch.randn(2, WIDTH).to(self.device, self.dtype))
             scaler.scale(loss / self.backwards).backward()
             total += loss.item()
         if self.clips:
@@ -117,6 +118,13 @@ RECIPES = (
     Recipe("accumulates and clips on NVMe", backwards=2, clips=True, on_nvme=True, steps_per_commit=2),
     Recipe("scales and clips in fp16", clips=True, scales=True, steps_per_commit=3),
 )
+HOST_MEMORY = {"cpu": "700MiB", "cuda": "4GiB"}
+"""What a training is promised. CUDA's libraries count, too."""
+
+
+def recipes_on(device: str) -> tuple[Recipe, ...]:
+    """``RECIPES`` on a device."""
+    return tuple(dataclasses.replace(recipe, device=device) for recipe in RECIPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +201,14 @@ def train(
     # So that parameters of this size are streamed, too.
     importlib.import_module("lohan_fx.planning.problem").SMALL_PARAMETER_ELEMENTS = 0  # type: ignore[attr-defined]
     model = Model()
-    hw = dataclasses.replace(HardwareProfile.preset("rtx4090-12xP5510"), device="cpu", nvme=())
+    hw = dataclasses.replace(HardwareProfile.preset("rtx4090-12xP5510"), device=recipe.device, nvme=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lohan_fx.compile(
             model,
             hw,
             nvme=directory,
-            host_memory="700MiB",
+            host_memory=HOST_MEMORY[recipe.device],
             compute_dtype=recipe.dtype,
             policy=policy,
             checkpoints=keep,
@@ -317,9 +325,10 @@ class Span:
 
 
 class Killer:
-    """Kills trainings in ``root`` and counts: ``kinds`` of kills, the recipes they met, the phases they ``struck``."""
+    """Kills trainings in ``root`` and counts: ``kinds`` of kills, the recipes they met, the phases they ``struck``.
+    ``first``: a recipe that shows what is imported."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, first: Recipe = RECIPES[0]) -> None:
         self.kinds: Counter[str] = Counter()
         self.recipes: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
@@ -333,7 +342,7 @@ class Killer:
         self._spans: defaultdict[tuple[str, str], Span] = defaultdict(Span)
         # Not measured: it imports everything.
         self._begin_anew()
-        live(self._directory, None, self._shared, self._result)
+        live(self._directory, None, self._shared, self._result, first)
         import_all(self._result.with_name("modules").read_text().split())
 
     def _live(self, recipe: Recipe, kill: Kill | None) -> bool:
@@ -397,12 +406,14 @@ def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=report.at_least_one, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    report.device_argument(parser)
     args = parser.parse_args()
     args.nvme.mkdir(parents=True, exist_ok=True)
-    each = min(KILLS_PER_TRAINING, -(-args.kills // len(RECIPES)))
+    recipes = recipes_on(args.device)
+    each = min(KILLS_PER_TRAINING, -(-args.kills // len(recipes)))
     with tempfile.TemporaryDirectory(prefix="kill9-", dir=args.nvme) as root:
-        killer = Killer(Path(root), args.seed)
-        for recipe in itertools.cycle(RECIPES):
+        killer = Killer(Path(root), args.seed, recipes[0])
+        for recipe in itertools.cycle(recipes):
             left = args.kills - killer.kinds.total()
             if not left:
                 break
@@ -419,7 +430,7 @@ def main() -> None:
     }
     rows = [(name, str(value if not isinstance(value, Counter) else dict(value))) for name, value in figures.items()]
     missed = [f"{killer.unequal} trainings differ"] if killer.unequal else []
-    report.finish("kill9", rows, figures, missed, save=args.save)
+    report.finish(report.name_on(args.device, "kill9"), rows, figures, missed, save=args.save)
 
 
 if __name__ == "__main__":

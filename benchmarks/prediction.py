@@ -86,6 +86,7 @@ GPU_CASES = (
     Case("gpt2", 8, 512, "1GiB", "zero-infinity", device_memory="3GiB"),
     Case("350m", 4, 512, "2GiB", "lohan", device_memory="2GiB"),
     Case("350m", 16, 512, "2GiB", "fuyou", device_memory="3GiB"),
+    Case("350m", 4, 512, "12GiB", "lohan", device_memory="3GiB"),
 )
 LINKS = ("h2d", "d2h")
 """The lanes that copy between memories."""
