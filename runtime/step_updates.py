@@ -268,7 +268,7 @@ class StepUpdates:
             return
         try:
             self._optimizer.finish_updates()
-        except Exception as error:
+        except BaseException as error:
             self.failed(error)
             raise
 
