@@ -191,8 +191,9 @@ class StepUpdates:
 
     # --- ``step``, and after it -------------------------------------------------------------------------------
 
-    def finish_step(self) -> Collection[int]:
-        """Apply what is held, and wait until all is in place; the slots that were updated.
+    def finish_step(self, counted: Callable[[], None]) -> Collection[int]:
+        """Apply what is held, and wait until all is in place; the slots that were updated. ``counted`` is called at the end,
+        and Ctrl-C lets that and what else makes the step's end be done, or nothing of it.
 
         Where gradients are held anyway, or the plan says so of a parameter, updates are only begun, in the order in which
         the next forward will want the parameters; what they are made of is fixed here. May be called again if it was
@@ -215,10 +216,12 @@ class StepUpdates:
             self._micro_batches.backward_failed(error)
             self.failed(error)
             raise
-        updated = list(self.applied_with)
-        self.forget()
-        self.finished += 1
-        self._micro_batches.step_ends()
+        with interrupt_waits():
+            updated = list(self.applied_with)
+            self.forget()
+            self.finished += 1
+            self._micro_batches.step_ends()
+            counted()
         return updated
 
     def _apply(self, held: Iterable[int]) -> None:
