@@ -212,8 +212,8 @@ class Engine:
             self.timeline.record("compute", label, start_s, end_s, idle_s=self.timeline.stall_s - stalled_s)
 
     def step(self, counted: Callable[[], None] = lambda: None) -> Collection[int]:
-        """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called once it is done, before
-        anything else, which Ctrl-C may keep from running."""
+        """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called where it is done, also
+        if Ctrl-C keeps what follows from running."""
         if self._closed:
             raise StepError(
                 "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
@@ -223,8 +223,7 @@ class Engine:
             counted()
             return ()
         self.on_stage("optimizer")
-        updated = self.updates.finish_step()
-        counted()
+        updated = self.updates.finish_step(counted)
         self.wear.step_ends()
         self.on_stage("end")
         return updated

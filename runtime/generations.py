@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.checksum import Checksums, Compare, checksum
+from lohan_fx.runtime.extents import Extent
 from lohan_fx.runtime.file_backend import FileBackend
 from lohan_fx.runtime.generation_files import (
     generation_path,
@@ -73,9 +74,20 @@ class Generations:
         self._named = False
         self.scratch = ScratchSums()
 
-    def add(self, name: str, nbytes: int, versions: Versions) -> None:
-        """Keep the extent ``name`` from now on."""
-        self._extents[name] = nbytes, versions
+    def add(self, extents: Mapping[str, Extent]) -> None:
+        """From now on keep those of ``extents`` that have versions."""
+        for name, extent in extents.items():
+            if extent.versions is not None:
+                self._extents[name] = extent.nbytes, extent.versions
+
+    def refuse_if_lacking(self, extents: Mapping[str, Extent]) -> None:
+        """Raises ``StoreError`` where a checkpoint would lack one of ``extents`` that has chunks, and be refused at a resume."""
+        lacking = [n for n, e in extents.items() if e.chunk_bytes is not None and e.nbytes and n not in self._extents]
+        if lacking:
+            raise StoreError(
+                f"committing a checkpoint: it would lack {len(lacking)} extents, of them {lacking[0]!r}, because preparing for "
+                "checkpoints did not come to its end; save model and optimizer by their state_dict(), and end this run"
+            )
 
     def versions(self, name: str) -> Versions:
         """The chunks of extent ``name``."""

@@ -193,11 +193,12 @@ class Lane:
         with self._changed:
             if self._closed:
                 raise LohanError(f"lane {self.name!r} is closed: cannot submit {label!r}; submit before close()")
-            heapq.heappush(self._queue, (priority, next(self._sequence), _Job(fn, nbytes, work)))
             if self._asleep:
-                # In this order: an interrupt between the two makes a worker look once in vain, and not sleep on.
+                # In this order, and before the job is there, which a worker looks for once the lock is free: an interrupt between
+                # two of these lines makes it look in vain, and leaves neither a worker asleep nor a job that nobody serves.
                 self._wake.put(None)
                 self._asleep -= 1
+            heapq.heappush(self._queue, (priority, next(self._sequence), _Job(fn, nbytes, work)))
         return work
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -126,17 +126,25 @@ class NvmeStore:
 
         Raises ``ValueError`` for a negative size or a name in use, and ``StoreError`` if the disk space is not there.
         """
-        with self._call("allocating extents"), self._allocating:
+        with self._call("allocating extents"):
+            allocate = partial(self._allocate, extents, chunk_bytes or {})
+            self._in_time(allocate, f"preallocating in {self._where()}")
+
+    def _allocate(self, extents: Mapping[str, int], chunk_bytes: Mapping[str, int]) -> None:
+        """All of it is one call ``in_time``, as that of ``keep_generations`` is: where Ctrl-C comes, it is done or will be."""
+        with self._allocating:
             ends = [file.nbytes for file in self._files]
-            added = self._extents.laid_out(extents, chunk_bytes or {}, ends)
+            added = self._extents.laid_out(extents, chunk_bytes, ends)
             if self._generations is not None:
                 added = self._extents.with_slots(added, self._generations.keep, ends)
                 for extent in added.values():
                     if extent.versions is not None:
                         extent.versions.blank()
                 self._tell_space(added, self._generations.keep)
-            self._take_space(ends)
-            self._add(added)
+            take_space(self._directories, self._files, ends, self._backend)
+            if self._generations is not None:
+                self._generations.add(added)
+            self._extents.add(added)
 
     def _tell_space(self, extents: Mapping[str, Extent], keep: int) -> None:
         """Before it is taken: what checkpoints cost in disk space."""
@@ -147,20 +155,14 @@ class NvmeStore:
                 states_bytes, self._where(), keep * states_bytes, keep,
             )  # fmt: skip
 
-    def _take_space(self, ends: Sequence[int]) -> None:
-        take = partial(take_space, self._directories, self._files, ends, self._backend)
-        self._in_time(take, f"preallocating in {self._where()}")
-
-    def _add(self, extents: Mapping[str, Extent]) -> None:
-        self._extents.add(extents)
-        for name, extent in extents.items():
-            if self._generations is not None and extent.versions is not None:
-                self._generations.add(name, extent.nbytes, extent.versions)
-
     def keep_generations(self, keep: int) -> None:
         """From now on ``commit`` can make checkpoints, of which the last ``keep`` stay. Costs ``keep`` times the disk
         space of the extents with chunks, taken here. Raises ``StoreError`` if it is not there."""
-        with self._call("preparing for checkpoints"), self._allocating:
+        with self._call("preparing for checkpoints"):
+            self._in_time(partial(self._keep_generations, keep), f"preallocating in {self._where()}")
+
+    def _keep_generations(self, keep: int) -> None:
+        with self._allocating:
             if self._generations is not None:
                 if keep != self._generations.keep:
                     raise ValueError(
@@ -177,9 +179,11 @@ class NvmeStore:
             ends = [file.nbytes for file in self._files]
             extents = self._extents.with_slots(self._extents.all(), keep, ends)
             self._tell_space(extents, keep)
-            self._take_space(ends)
-            self._generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
-            self._add(extents)
+            take_space(self._directories, self._files, ends, self._backend)
+            generations = Generations(self._directories, self, self._backend, keep, run=self._unused_run)
+            generations.add(extents)
+            self._extents.add(extents)
+            self._generations = generations
 
     @property
     def is_temporary(self) -> bool:
@@ -209,6 +213,7 @@ class NvmeStore:
         if self._generations is None:
             raise ValueError("commit: keep_generations() was not called")
         with self._call("committing a checkpoint"):
+            self._generations.refuse_if_lacking(self._extents.all())
             ends = self._extents.kept_ends(len(self._files))
             try:
                 if verify:

@@ -7,7 +7,8 @@ Guarantees: memory is the pool's "optimizer", "compute" and "gradients" reservat
 gradient on the device lives only until its chunks are copied (where host and device share memory: updated);
 ``offer`` blocks while more than ``window_bytes`` of them wait. ``barrier`` returns once everything offered is in
 place, or raises the first failure, after which the optimizer refuses more work. ``pending`` is settled once the update
-of that parameter is in place, or has failed; what fails is raised there and at ``barrier``.
+of that parameter is in place, or has failed; what fails is raised there and at ``barrier``. Ctrl-C is heard between two
+parameters, or two chunks of one that is updated at once: what lanes do is handed to them as a whole.
 
 Assumes: one gradient per parameter and backward (``verify``); chunks of one parameter come in order; the update of a
 parameter is not offered again before the one before it is in place.
@@ -27,6 +28,7 @@ from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.chunk_pipeline import BARRIER_TIMEOUT_S, ChunkPipeline
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, Purpose
 from lohan_fx.runtime.device_link import Moment
+from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import StateBuffer, cut
@@ -67,21 +69,27 @@ class OutOfCoreOptimizer:
         if not gradient.is_contiguous():
             gradient = gradient.contiguous()
         nbytes = gradient.numel() * gradient.element_size()
-        here = self._in_memory(slot, purpose)
-        jobs = self._jobs(parameter, purpose, options)
-        if here and jobs:
-            self._update_here(jobs, _flat(gradient))
+        if self._in_memory(slot, purpose):
+            self._update_here(self._jobs(parameter, purpose, options), _flat(gradient))
             return
         with self._chunks.changed:
             self._chunks.refuse_if_failed()
             if self._window_used and self._window_used + nbytes > self._window_bytes:
                 with self._machine.timeline.stall(f"gradient window for {parameter.name}"):
                     self._chunks.wait(lambda: not self._window_used or self._window_used + nbytes <= self._window_bytes)
-            self._window_used += nbytes
-            self._chunks.expect(len(jobs))
-        if not jobs:
-            self._free_window(nbytes)
-            return
+        with interrupt_waits():  # what is expected here must be on its way
+            jobs = self._jobs(parameter, purpose, options)
+            with self._chunks.changed:
+                self._chunks.expect(len(jobs))
+                self._window_used += nbytes
+            if jobs:
+                self._hand_over(parameter, jobs, gradient, nbytes)
+            else:
+                self._free_window(nbytes)
+
+    def _hand_over(
+        self, parameter: ParameterSlot, jobs: Sequence[ChunkUpdate], gradient: torch.Tensor, nbytes: int
+    ) -> None:
         left = Countdown(len(jobs), functools.partial(self._free_window, nbytes))
         if self._machine.link.shares_memory:
             leaves = [functools.partial(self._leave_in_place, jobs, gradient, left)]
@@ -112,7 +120,7 @@ class OutOfCoreOptimizer:
         with self._chunks.changed:
             self._chunks.refuse_if_failed()
         for job in jobs:
-            with self._machine.pool.acquire("compute") as buffer:
+            with interrupt_waits(), self._machine.pool.acquire("compute") as buffer:
                 resident = self._residency[job.chunk.parameter.slot]
                 job.states = StateBuffer(buffer, job.chunk, resident, job.held, updates=job.updates, adds=job.adds)
                 end = job.chunk.start + job.chunk.elements
@@ -146,17 +154,17 @@ class OutOfCoreOptimizer:
         where they are on NVMe.
         """
         parameter = self._slots[slot]
-        here = self._in_memory(slot, Purpose.APPLY)
-        twice = twice and self._can_repeat(slot)
-        jobs = self._jobs(parameter, Purpose.APPLY, options)
-        if here:
-            self._update_here(jobs, None)
+        if self._in_memory(slot, Purpose.APPLY):
+            self._update_here(self._jobs(parameter, Purpose.APPLY, options), None)
             return
-        if twice:
-            self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES, reads=[]) for job in jobs]
-            for job in jobs:
-                job.kept = Kept.COPY
-        self._begin(slot, jobs, self._pending, f"update of {parameter.name}")
+        with interrupt_waits():
+            twice = twice and self._can_repeat(slot)
+            jobs = self._jobs(parameter, Purpose.APPLY, options)
+            if twice:
+                self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES, reads=[]) for job in jobs]
+                for job in jobs:
+                    job.kept = Kept.COPY
+            self._begin(slot, jobs, self._pending, f"update of {parameter.name}")
 
     def _can_repeat(self, slot: int) -> bool:
         """Whether an update gives the same when it is made a second time: from what it leaves as it was."""
@@ -165,11 +173,13 @@ class OutOfCoreOptimizer:
     def repeat(self, order: Iterable[int]) -> None:
         """Begin the second time of what ``apply_held`` began, behind all first ones; those in ``order`` first."""
         for slot in [*order, *self._again]:
-            if (jobs := self._again.pop(slot, None)) is not None:
-                self._begin(slot, jobs, self._repeating, f"states of {self._slots[slot].name}")
+            with interrupt_waits():
+                if (jobs := self._again.pop(slot, None)) is not None:
+                    self._begin(slot, jobs, self._repeating, f"states of {self._slots[slot].name}")
 
     def _begin(self, slot: int, jobs: Sequence[ChunkUpdate], under_way: dict[int, Arrival], label: str) -> None:
-        """Send ``jobs`` on their way; ``under_way`` has ``slot`` until they are at its end, or for good if they fail."""
+        """Send ``jobs`` on their way; ``under_way`` has ``slot`` until they are at its end, or for good if they fail. Interrupts
+        wait meanwhile: the lanes give back what is taken for a job, which they must have."""
         self._chunks.expect(len(jobs))
         update = Arrival(label, len(jobs), BARRIER_TIMEOUT_S)
         under_way[slot] = update

@@ -10,7 +10,7 @@ Assumes: as ``engine``, one thread, and calls in the order of a training loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -18,6 +18,7 @@ from lohan_fx.errors import StepError
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.chunk_update import Purpose
 from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot
@@ -190,8 +191,9 @@ class StepUpdates:
 
     # --- ``step``, and after it -------------------------------------------------------------------------------
 
-    def finish_step(self) -> Collection[int]:
-        """Apply what is held, and wait until all is in place; the slots that were updated.
+    def finish_step(self, counted: Callable[[], None]) -> Collection[int]:
+        """Apply what is held, and wait until all is in place; the slots that were updated. ``counted`` is called at the end,
+        and Ctrl-C lets that and what else makes the step's end be done, or nothing of it.
 
         Where gradients are held anyway, or the plan says so of a parameter, updates are only begun, in the order in which
         the next forward will want the parameters; what they are made of is fixed here. May be called again if it was
@@ -214,10 +216,12 @@ class StepUpdates:
             self._micro_batches.backward_failed(error)
             self.failed(error)
             raise
-        updated = list(self.applied_with)
-        self.forget()
-        self.finished += 1
-        self._micro_batches.step_ends()
+        with interrupt_waits():
+            updated = list(self.applied_with)
+            self.forget()
+            self.finished += 1
+            self._micro_batches.step_ends()
+            counted()
         return updated
 
     def _apply(self, held: Iterable[int]) -> None:
@@ -227,12 +231,14 @@ class StepUpdates:
             if options is not None:
                 self._micro_batches.gradient_applied()
                 self.applied_with[slot] = options
-                with self._torn_if_interrupted():
+                # Not torn by Ctrl-C where lanes are to update: they have all or nothing of it.
+                held_back = nullcontext() if self._ready().updated_here(slot) else interrupt_waits()
+                with held_back, self._torn_if_interrupted():
                     self._ready().apply_held(slot, options, twice=self._gradients.updated_twice(slot))
 
     def _repeat(self) -> None:
         """Begin the second time of updates that are made twice, in the order in which their next gradients will come."""
-        with self._torn_if_interrupted():
+        with interrupt_waits(), self._torn_if_interrupted():
             self._ready().repeat(self._taken)
         self._taken.clear()
 
@@ -265,7 +271,7 @@ class StepUpdates:
             return
         try:
             self._optimizer.finish_updates()
-        except Exception as error:
+        except BaseException as error:
             self.failed(error)
             raise
 

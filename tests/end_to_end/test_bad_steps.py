@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import time
@@ -16,10 +17,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lohan_fx
 from lohan_fx.compile import compiled
-from lohan_fx.errors import LohanError, OffloadedParameterError, StepError
+from lohan_fx.errors import LohanError, OffloadedParameterError, StepError, StoreError
+from lohan_fx.runtime.chunk_pipeline import ChunkPipeline
 from lohan_fx.runtime.chunk_update import ChunkUpdate
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
+from tests.runtime.test_in_time import interrupted_at, lines_of
 from tests.tiny import Plain, Tiny, batch, profile, same_weights
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -676,6 +679,44 @@ def test_an_update_that_is_interrupted_tears_the_step(at: int, tmp_path: Path, m
         pair.step(seed)
     lohan_fx.release(pair.model)
     same_weights(pair.model, pair.plain.model)
+
+
+@pytest.mark.parametrize("work", [OutOfCoreOptimizer.apply_held, OutOfCoreOptimizer.repeat, ChunkPipeline.arrive])
+def test_an_interrupt_while_updates_are_handed_to_lanes_leaves_the_rest_to_the_next_call(
+    work: Callable[..., object], pair: Pair
+) -> None:
+    pair.engine.updates.holds = True
+    for seed, line in enumerate(lines_of(work.__code__)):
+        pair.model(batch(seed)).backward()
+        with interrupted_at(work.__code__, line), contextlib.suppress(KeyboardInterrupt):
+            pair.optimizer.step()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.plain.step(batch(seed))
+        assert all(pair.engine.residency[slot].updates == seed + 1 for slot in pair.engine.slots)
+    same_weights(pair.model, pair.plain.model)
+
+
+@pytest.mark.parametrize("kind", [StoreError, KeyboardInterrupt])
+def test_whatever_ends_the_wait_for_an_update_that_has_failed_tears_the_step(
+    pair: Pair, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.engine.updates.holds = True
+    pair.step(0)
+    optimizer = pair.engine.updates._optimizer
+    with monkeypatch.context() as patched, pytest.raises(kind):
+        patched.setattr(optimizer, "finish_updates", fails_with(kind("no more")))
+        patched.setattr(optimizer, "update_failed", lambda: True)
+        pair.engine.updates.finish_updates()
+    with pytest.raises(StepError, match="a step failed after some parameters had been updated"):
+        pair.optimizer.step()
+
+
+def fails_with(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 # --- parameters frozen and thawed -----------------------------------------------------------------------------

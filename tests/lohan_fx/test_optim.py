@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator
@@ -16,6 +17,10 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.optim import Adam, AdamW
+from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.micro_batches import MicroBatches
+from lohan_fx.runtime.step_updates import StepUpdates
+from tests.runtime.test_in_time import interrupted_at, lines_of
 from tests.tiny import Tiny, batch, profile, same_weights
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -113,6 +118,25 @@ def test_a_step_that_is_interrupted_once_it_is_done_is_counted(
         optimizer.step()
     assert optimizer.steps_done == 2
     assert all(optimizer.engine.residency[slot].updates == 2 for slot in optimizer.engine.slots)
+
+
+@pytest.mark.parametrize(
+    "work", [StepUpdates.finish_step, StepUpdates.forget, MicroBatches.step_ends, Adam._count, Engine.step]
+)
+def test_an_interrupt_at_any_line_of_a_step_leaves_it_counted_or_to_be_called_again(
+    work: Callable[..., object], models: tuple[nn.Module, nn.Module]
+) -> None:
+    optimizer = AdamW(models[0].parameters())
+    residency, updates = optimizer.engine.residency, optimizer.engine.updates
+    for done, line in enumerate(lines_of(work.__code__)):
+        models[0](batch(done)).backward()
+        with interrupted_at(work.__code__, line), contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        if updates.holds_any():
+            assert optimizer.steps_done == done
+            optimizer.step()
+        assert optimizer.steps_done == updates.step == updates.finished == done + 1
+        assert all(residency[slot].updates == done + 1 for slot in optimizer.engine.slots)
 
 
 def test_named_parameters(models: tuple[nn.Module, nn.Module]) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import signal
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +24,7 @@ from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.room import LEAST_BYTES
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import ARENA_BYTES, IO_BYTES, machine
+from tests.runtime.test_in_time import interrupted_at, lines_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -240,7 +237,7 @@ def test_an_interrupt_at_any_line_of_a_swap_leaves_nothing_behind(tier: str, rig
     allocated = rig.machine.store.nbytes_allocated
     rig.swap.leaving.narrow(x.nbytes)
     code = ActivationSwap.swap_out.__code__
-    lines = sorted({line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno})
+    lines = lines_of(code)
     came = 0
     for line in lines:
         with interrupted_at(code, line), contextlib.suppress(KeyboardInterrupt):
@@ -253,26 +250,6 @@ def test_an_interrupt_at_any_line_of_a_swap_leaves_nothing_behind(tier: str, rig
         assert torch.equal(rig.back(rig.swap.swap_out(x, tier)), x)  # where a window leaked, this would wait
     rig.swap.prepare([x.nbytes])
     assert rig.whole() and rig.machine.store.nbytes_allocated == allocated
-
-
-@contextlib.contextmanager
-def interrupted_at(code: CodeType, line: int) -> Iterator[None]:
-    """SIGINT comes as ``line`` of ``code`` is about to run."""
-
-    def global_trace(frame: FrameType, event: str, argument: object) -> Any:
-        return local_trace if frame.f_code is code else None
-
-    def local_trace(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and frame.f_lineno == line:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return local_trace
-
-    sys.settrace(global_trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
 
 # --- failures -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -28,7 +29,7 @@ from lohan_fx.runtime.manifest import VERSION, Manifest, sealed
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.store_file import STORE_NAME
 from tests.runtime.faulty_backend import FaultyBackend
-from tests.runtime.test_in_time import interrupt_main_thread, interruptible
+from tests.runtime.test_in_time import interrupt_main_thread, interrupted_at, interruptible, lines_of
 from tests.runtime.test_nvme_store import PAGE, contents, page_aligned, patterned
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -356,12 +357,21 @@ def test_a_commit_that_fails_leaves_the_last_in_force(directory: Path, call: str
 
 
 class Interrupting(PosixBackend):
-    """Once armed, SIGINT comes in the middle of the next flush, which then ``hangs`` or goes on."""
+    """Once armed, SIGINT comes in the middle of the next flush, or as the next file grows, which then ``hangs`` or goes on."""
 
     def __init__(self, *, hangs: bool) -> None:
         self.armed = False
         self.released = threading.Event()
         self._hangs = hangs
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        if self.armed:
+            self.armed = False
+            interrupt_main_thread()
+            self.released.wait(60.0 if self._hangs else 0.05)
+            if self._hangs:
+                threading.current_thread().name = "left behind"
+        super().fallocate(fd, offset, nbytes)
 
     def fdatasync(self, fd: int) -> None:
         if self.armed:
@@ -400,6 +410,58 @@ def test_an_interrupted_commit_is_a_checkpoint_or_none(
     else:
         with resume(directory) as store:
             assert everything(store) == expected
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("call", ["keep_generations", "allocate"])
+def test_an_interrupt_as_space_is_taken_leaves_nothing_half_done(
+    directory: Path, call: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lohan_fx.runtime.in_time.INTERRUPT_S", 0.1 if hangs else 60.0)
+    backend = Interrupting(hangs=hangs)
+    with NvmeStore([directory], backend=backend, stripe_bytes=PAGE) as store:
+        steps = [lambda: store.allocate(SIZES, chunk_bytes=CHUNKS), lambda: store.keep_generations(1)]
+        before, interrupted = steps if call == "keep_generations" else reversed(steps)
+        before()
+        backend.armed = True
+        with interruptible(), pytest.raises(KeyboardInterrupt):
+            interrupted()
+        backend.released.set()
+        store.keep_generations(1)  # and behind what hung
+        assert store.nbytes_allocated == (6 + 1 + 3 + 6 + 1) * PAGE == (directory / STORE_NAME).stat().st_size
+        for seed in (1, 2):
+            expected = fill(store, seed)
+            store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
+def test_an_interrupt_at_any_line_as_checkpoints_are_prepared_does_all_or_nothing(directory: Path) -> None:
+    """Whoever calls again gets checkpoints of all extents, and no more disk space is taken than for them."""
+    codes = [
+        NvmeStore.keep_generations.__code__,
+        NvmeStore._keep_generations.__code__,
+        generations.Generations.add.__code__,
+    ]
+    for code in codes:
+        for line in lines_of(code):
+            with NvmeStore([directory], stripe_bytes=PAGE) as store:
+                store.allocate(SIZES, chunk_bytes=CHUNKS)
+                with interrupted_at(code, line), contextlib.suppress(KeyboardInterrupt):
+                    store.keep_generations(1)
+                store.keep_generations(1)
+                assert store.nbytes_allocated == (6 + 1 + 3 + 6 + 1) * PAGE
+                assert store._generations is not None and store._generations._extents.keys() == set(KEPT)
+
+
+def test_a_checkpoint_that_would_lack_extents_is_refused(directory: Path) -> None:
+    with begin(directory) as store:
+        fill(store, 0)
+        assert store._generations is not None
+        del store._generations._extents["b"]
+        with pytest.raises(StoreError, match=r"it would lack 1 extents, of them 'b'"):
+            store.commit({})
+    assert not read_generations([directory])
 
 
 def test_a_verified_commit_reads_back_what_is_new_and_refuses_what_the_drive_changed(directory: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 
@@ -98,3 +101,29 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupted_at(code: CodeType, line: int) -> Iterator[None]:
+    """SIGINT comes as this thread is about to run ``line`` of ``code``, the first time."""
+
+    def global_trace(frame: FrameType, event: str, argument: object) -> Any:
+        return local_trace if frame.f_code is code else None
+
+    def local_trace(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line" and frame.f_lineno == line:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return local_trace
+
+    with interruptible():
+        sys.settrace(global_trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+def lines_of(code: CodeType) -> list[int]:
+    """Where ``interrupted_at`` can interrupt ``code``."""
+    return sorted({line for _, _, line in code.co_lines() if line is not None} - {code.co_firstlineno})

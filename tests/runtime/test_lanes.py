@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -13,6 +15,7 @@ import pytest
 from lohan_fx.errors import LaneTimeout, LohanError
 from lohan_fx.runtime.lanes import Lane, Work
 from lohan_fx.runtime.timeline import Timeline
+from tests.runtime.test_in_time import interrupted_at, lines_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -161,6 +164,20 @@ def test_a_failing_callback_is_logged_and_harms_neither_the_others_nor_the_worke
         assert lane.submit(lambda: "alive").wait(PATIENCE_S) == "alive"
     assert calls == ["second"]
     assert "'grad w1'" in caplog.text and "callback broke" in caplog.text
+
+
+def test_an_interrupt_at_any_line_of_submit_leaves_no_job_that_nobody_serves() -> None:
+    with Lane("ssd") as lane:
+        for line in lines_of(Lane.submit.__code__):
+            while not lane._asleep:
+                time.sleep(0.001)
+            served: list[int] = []
+            with interrupted_at(Lane.submit.__code__, line), contextlib.suppress(KeyboardInterrupt):
+                lane.submit(partial(served.append, line))
+            lane.drain(PATIENCE_S)
+            assert lane.submit(lambda: 6 * 7).wait(PATIENCE_S) == 42
+            assert served in ([], [line])
+            lane.drain(PATIENCE_S)
 
 
 def test_drain_covers_jobs_that_jobs_submit() -> None:

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
 from lohan_fx.runtime import generations
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.checksum import checksum
-from lohan_fx.runtime.chunk_update import Purpose
+from lohan_fx.runtime.chunk_pipeline import ChunkPipeline
+from lohan_fx.runtime.chunk_update import ChunkUpdate, Purpose
 from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.host_pool import Buffer, HostPool
 from lohan_fx.runtime.machine import SSD_THREADS, Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot, Residency
@@ -28,6 +32,7 @@ from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
 from tests.runtime.test_generations import flip
+from tests.runtime.test_in_time import interrupted_at, lines_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -515,6 +520,86 @@ def test_a_barrier_in_vain_says_how_much_is_missing(rig: Rig, lane: str, which: 
     rig.optimizer.barrier(PATIENCE_S)
     rig.reference_step(0)
     rig.same()
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+HANDS_OVER = [
+    OutOfCoreOptimizer.apply_held, OutOfCoreOptimizer._begin, OutOfCoreOptimizer.repeat, ChunkPipeline.expect,
+    ChunkPipeline.arrive, ChunkPipeline._start_reading, ChunkPipeline._read_into, HostPool.try_acquire, HostPool._hand_out,
+]  # fmt: skip
+
+
+def test_an_interrupt_at_any_line_of_handing_over_an_update_loses_nothing(tmp_path: Path) -> None:
+    """Whoever goes on with those that still wait gets what torch does: each has been handed over as a whole, or not at all."""
+    for rig in rigged(tmp_path, compute=torch.bfloat16):
+        came, places = 0, [(work.__code__, line) for work in HANDS_OVER for line in lines_of(work.__code__)]
+        for seed, (code, line) in enumerate(places):
+            rig.offer(seed, Purpose.HOLD)
+            rig.optimizer.barrier(PATIENCE_S)
+            came += interrupted(code, line, partial(apply_what_is_held, rig))
+            apply_what_is_held(rig)
+            rig.optimizer.finish_updates()
+            rig.optimizer.barrier(PATIENCE_S)
+            rig.machine.drain(PATIENCE_S)
+            assert not any(rig.machine.pool.in_use(purpose) for purpose in ("optimizer", "small"))
+            rig.gradients.forget()
+            rig.reference_step(seed)
+        assert came > len(places) // 2  # other lines are those of lanes, or of failures
+        rig.same()
+
+
+def test_an_interrupt_at_any_line_of_an_offer_loses_nothing(rig: Rig) -> None:
+    came, places = (
+        0,
+        [
+            (work.__code__, line)
+            for work in (OutOfCoreOptimizer.offer, OutOfCoreOptimizer._hand_over, ChunkPipeline.expect)
+            for line in lines_of(work.__code__)
+        ],
+    )
+    for seed, (code, line) in enumerate(places):
+        came += interrupted(code, line, partial(rig.offer, seed))
+        for slot in rig.slots:
+            if rig.residency[slot].updates == seed:
+                rig.optimizer.offer(slot, rig.gradient(slot, seed), Purpose.APPLY, OPTIONS)
+        rig.optimizer.barrier(PATIENCE_S)
+        rig.reference_step(seed)
+        assert rig.optimizer.window_used == 0
+    assert came > len(places) // 3
+    rig.same()
+
+
+def test_an_interrupt_at_any_line_of_an_update_at_once_keeps_no_buffer(rig: Rig) -> None:
+    for slot in rig.slots:
+        home = rig.residency[slot]
+        home.master = home.compute = rig.states.read_parameter(slot).reshape(-1)
+        home.exp_avg, home.exp_avg_sq = torch.zeros_like(home.master), torch.zeros_like(home.master)
+        home.on_device = True
+    came, update = 0, OutOfCoreOptimizer._update_here
+    for work in (update, ChunkUpdate.compute, HostPool.acquire, HostPool._hand_out, Buffer.release):
+        for line in lines_of(work.__code__):
+            came += interrupted(work.__code__, line, lambda: rig.offer(0))
+            assert rig.machine.pool.in_use("compute") == 0
+    assert came > len(lines_of(update.__code__)) + len(lines_of(ChunkUpdate.compute.__code__))
+
+
+def apply_what_is_held(rig: Rig) -> None:
+    for slot in rig.slots:
+        if rig.gradients.holds(slot):
+            rig.optimizer.apply_held(slot, OPTIONS, twice=True)
+    rig.optimizer.repeat([1])
+
+
+def interrupted(code: CodeType, line: int, call: Callable[[], object]) -> bool:
+    """Whether Ctrl-C came in ``call``."""
+    try:
+        with interrupted_at(code, line):
+            call()
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 # --- failures -------------------------------------------------------------------------------------------------
