@@ -15,7 +15,8 @@ After ``insert_swaps``
     ``swap_out``, and nothing but ``swap_in`` a handle; what the plan swaps crosses as a handle
 After ``insert_gradient_offload``
   - every trainable parameter with a gradient reaches exactly one ``offload_grad``; no gradient of a parameter is
-    returned; no fetch of a parameter, and no use of a fetched one, follows its ``offload_grad``
+    returned, and what leaves shares no memory with what is or with an input; no fetch of a parameter, and no use of a
+    fetched one, follows its ``offload_grad``
 After ``schedule``
   - the simulated live bytes stay within the device's budget
 
@@ -33,7 +34,7 @@ from lohan_fx import meta, ops
 from lohan_fx.errors import VerifyError
 from lohan_fx.passes.annotate import is_random
 from lohan_fx.passes.halves import Halves, last_user, outputs_of, positions
-from lohan_fx.passes.liveness import device_peaks
+from lohan_fx.passes.liveness import device_peaks, storage_of
 from lohan_fx.plan import Plan, Recompute, Swap, Tier
 
 NEIGHBOURS = 3
@@ -239,6 +240,18 @@ def _gradients_leave_once(halves: Halves, plan: Plan, after: str) -> None:
         _fail(gm, node, after, "offloads a gradient that no trainable parameter gets")
 
 
+def _nobody_else_has_what_leaves(halves: Halves, plan: Plan, after: str) -> None:
+    if halves.backward is None:
+        return
+    gm = halves.backward
+    inputs: list[Node] = gm.graph.find_nodes(op="placeholder")
+    others = {storage_of(n): n for n in [*inputs, *halves.returned("backward")]}
+    for node in gm.graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRAD):
+        other = others.get(storage_of(node.all_input_nodes[0]))
+        if other is not None:
+            _fail(gm, node, after, f"hands over memory of {other.name}, to which others may write before it is read")
+
+
 def _no_use_after_offload(halves: Halves, plan: Plan, after: str) -> None:
     if halves.backward is None:
         return
@@ -272,7 +285,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "insert_recompute": (_saves_the_plan,),
     "insert_fetches": (_only_fetch_reads_shells, _starts_are_waited_for),
     "insert_swaps": (_swaps_pair_up, _not_read_after_swap_out),
-    "insert_gradient_offload": (_gradients_leave_once, _no_use_after_offload),
+    "insert_gradient_offload": (_gradients_leave_once, _nobody_else_has_what_leaves, _no_use_after_offload),
     "schedule": (_within_budget,),
 }
 ORDER = tuple(CHECKS)

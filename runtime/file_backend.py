@@ -4,7 +4,8 @@
 short count is returned and an ``OSError`` raised as the system gave it, and the store decides.
 
 Guarantees: two holders of ``lock_directory`` never coexist on one directory, in one process or several, also when
-lock files are removed meanwhile; a killed holder's lock is free. ``preadv`` and ``pwritev`` release the GIL.
+lock files are removed meanwhile; a killed holder's lock is free, and so is the disk space of what it had removed, also
+while children that it has forked live on. ``preadv`` and ``pwritev`` release the GIL.
 Assumes: Linux, and a file system whose ``flock`` holds across processes.
 """
 
@@ -19,6 +20,8 @@ from lohan_fx.errors import StoreError
 
 LOCK_NAME = "lohan_fx.lock"
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+_not_for_children: set[int] = set()
 
 
 class FileBackend(Protocol):
@@ -116,6 +119,29 @@ class PosixBackend:
         return status.f_bavail * status.f_frsize
 
 
+def keep_from_children(fd: int) -> int:
+    """From now on forked children do not have ``fd``, which is returned: theirs would keep its lock, or the disk space of its
+    file, for as long as they live."""
+    _not_for_children.add(fd)
+    return fd
+
+
+def forget_descriptor(fd: int) -> None:
+    """``fd`` is about to be closed, and its number may be another's soon."""
+    _not_for_children.discard(fd)
+
+
+def _in_child() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _not_for_children:
+        os.dup2(nothing, fd, inheritable=False)  # taken all the same: our objects are here too, and may close it
+    _not_for_children.clear()
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def lock_directory(directory: Path) -> int:
     """Lock ``directory`` for this store and return the descriptor that holds the lock.
 
@@ -131,7 +157,7 @@ def lock_directory(directory: Path) -> int:
             if _is_named(fd, path):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
-                return fd
+                return keep_from_children(fd)
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
             os.close(fd)
@@ -159,8 +185,9 @@ def unlock_directory(directory: Path, fd: int) -> None:
     """Remove the lock file and give the lock back."""
     # Removed while still locked: a later lock_directory then sees that its file lost its name.
     (directory / LOCK_NAME).unlink(missing_ok=True)
-    # Explicit, because a forked child may hold a copy of the descriptor, which would keep the lock.
+    # Explicit, because a child that was forked by other means than Python's may hold a copy of the descriptor.
     fcntl.flock(fd, fcntl.LOCK_UN)
+    forget_descriptor(fd)
     os.close(fd)
 
 

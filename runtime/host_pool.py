@@ -13,8 +13,7 @@ Guarantees:
 
 Assumes: no transfer is in flight on a buffer that is released, nor on any when ``close`` is called (drain the lanes
 first). Waiters in ``acquire`` are not served in order, and a purpose has either those or askers by ``when_free``. A
-forked child does not touch the region: it is not mapped there, since a fork during a direct read could otherwise leave
-the data in the wrong process.
+forked child has no use for the region: it finds zeros there (``huge_pages``).
 """
 
 from __future__ import annotations

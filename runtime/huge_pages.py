@@ -15,10 +15,12 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 """What O_DIRECT wants of addresses, offsets and sizes; also the size of a page where we run."""
+_WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which ``mmap`` does not name."""
 
 
 def map_memory(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> tuple[mmap.mmap, int]:
-    """Private zeroed memory that no fork inherits, and the offset in it from which ``nbytes`` are to be used.
+    """Private zeroed memory, and the offset in it from which ``nbytes`` are to be used. A forked child has zeros there.
 
     Only what is touched becomes resident: whole huge pages inside the ``nbytes``, single pages at their end. Where the
     kernel has none left or is told ``never``, all are single pages. Raises ``OSError`` where the system refuses.
@@ -26,9 +28,20 @@ def map_memory(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> tuple[mmap.mma
     whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     spare = HUGE_PAGE_BYTES if whole else 0  # kernels before 6.7 place a mapping on any page
     region = kind(-1, max(nbytes, PAGE_BYTES) + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_DONTFORK)
+    _keep_from_forks(region)
     begin = -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES if whole else 0
     if whole:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE, begin, whole)
     return region, begin
+
+
+def _keep_from_forks(region: mmap.mmap) -> None:
+    """Let no forked child share the pages of ``region``: what a direct read brings meanwhile could be left in the child's. Its
+    addresses it must have, or it maps something else there, which goes when its copy of ``region`` is collected."""
+    try:
+        region.madvise(_WIPE_ON_FORK)
+    except (
+        OSError
+    ):  # a kernel before 4.14, or a sandbox: data that is safe in the parent comes before addresses in the child
+        region.madvise(mmap.MADV_DONTFORK)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime.file_backend import FileBackend
+from lohan_fx.runtime.file_backend import FileBackend, forget_descriptor, keep_from_children
 from lohan_fx.runtime.host_pool import PAGE_BYTES
 
 STORE_NAME = "lohan_fx.store"
@@ -52,13 +52,16 @@ class StoreFile:
         self.path = directory / STORE_NAME
         self.nbytes = 0
         self._backend = backend
+        self._fd: int
         if resumed_bytes is not None:
             self._reopen(resumed_bytes)
+            keep_from_children(self._fd)
             return
         with reported_as_store_error(f"creating {self.path}"):
             if self.path.exists():
                 _LOG.warning("removing %s (%d bytes), left by an earlier run", self.path, self.path.stat().st_size)
             self._fd, self.direct = self._open()
+        keep_from_children(self._fd)
 
     def grow(self, nbytes: int) -> None:
         """Preallocate up to a size of ``nbytes``; the new bytes read as zeros."""
@@ -92,6 +95,7 @@ class StoreFile:
         with reported_as_store_error(f"closing {self.path}"):
             if remove:
                 self.path.unlink(missing_ok=True)
+            forget_descriptor(self._fd)
             self._backend.close(self._fd)
 
     def _open(self) -> tuple[int, bool]:

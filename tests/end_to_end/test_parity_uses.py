@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import lohan_fx
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from tests.end_to_end.models import LLAMA, PERCEPTRON, Case, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, train, weights_of
 
@@ -86,6 +88,69 @@ def test_uses_are_exact(policy: str, use: Use, hw: HardwareProfile, tmp_path: Pa
     with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
         torch.manual_seed(1)
         assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+class Added(nn.Module):
+    """Its parameters have one gradient, which is that of its input: ``given`` by the caller, or made in the backward."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(24, 300)), nn.Parameter(torch.randn(24, 300))
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x + self.one + self.other
+        return total if self.given else torch.tanh(total)
+
+
+def clearing_gradients(model: nn.Module, optimizer: Any, backwards: int, cleared: threading.Event) -> list[float]:
+    """After each backward the gradient of the input, and the one handed in, are cleared before anything is updated."""
+    found = []
+    for _ in range(3):
+        for _ in range(backwards):
+            cleared.clear()
+            x, gradient = torch.randn(24, 300, requires_grad=True), torch.randn(24, 300)
+            model(x).backward(gradient)
+            assert x.grad is not None
+            found.append(x.grad.sum().item())
+            x.grad.zero_()
+            gradient.zero_()
+            cleared.set()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("hold", [False, True], ids=["applied", "held"])
+@pytest.mark.parametrize("segments", ["boxed", "inductor"])
+def test_a_gradient_of_others_may_be_edited_before_the_step(
+    segments: str,
+    hold: bool,
+    backwards: int,
+    given: bool,
+    on_nvme: Any,
+    little_is_small: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleared, leave = threading.Event(), OutOfCoreOptimizer._leave_in_place
+
+    def leave_late(*args: Any) -> None:
+        assert cleared.wait(60.0)
+        leave(*args)
+
+    monkeypatch.setattr(OutOfCoreOptimizer, "_leave_in_place", leave_late)
+    torch.manual_seed(0)
+    model = Added(given)
+    expected = copy.deepcopy(model)
+    torch.manual_seed(1)
+    wanted = clearing_gradients(expected, torch.optim.AdamW(expected.parameters(), lr=LR), backwards, cleared)
+    with on_nvme(model, hold_gradients=hold, segments=segments):
+        torch.manual_seed(1)
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, accumulation_steps=backwards)
+        assert clearing_gradients(model, optimizer, backwards, cleared) == wanted
     assert_same_weights(weights_of(model), weights_of(expected))
 
 

@@ -131,12 +131,39 @@ class Bias(torch.nn.Module):
         return x + self.bias
 
 
-def test_a_gradient_that_is_an_input_of_the_backward_leaves_after_all_inputs() -> None:
+def test_a_gradient_that_is_an_input_of_the_backward_leaves_as_a_copy_after_all_inputs() -> None:
     found = capture(Bias(), torch.ones(4))
     halves = rewrite(found, plan_for(found, Keep()), upto=insert_gradient_offload)
     assert halves.backward is not None
-    (offload,) = nodes(halves.backward, ops.OFFLOAD_GRAD)
-    assert offload.all_input_nodes[0].name == "tangents_1"
+    assert text(halves.backward).splitlines()[1:] == [
+        "own_bias = clone(tangents_1)",
+        "offload_grad_bias = offload_grad(own_bias, 0)",
+        "return (None, None)",
+    ]
+    assert run(halves, found).equals(eager(found))
+
+
+class Positions(torch.nn.Module):
+    """The gradient of one parameter is that of the input, transposed; the gradient of another is no view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.nn.Parameter(torch.linspace(0, 1, 12).view(4, 3))
+        self.factor = torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((x + self.positions.t()) * self.factor).sum()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_gradient_that_is_returned_too_leaves_as_a_copy(trained: bool) -> None:
+    found = capture(Positions(), torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(trained))
+    halves = rewrite(found, plan_for(found, Keep()), upto=insert_gradient_offload)
+    assert halves.backward is not None
+    sources = {str(n.name): n.all_input_nodes[0] for n in nodes(halves.backward, ops.OFFLOAD_GRAD)}
+    assert [n.name for n in nodes(halves.backward, torch.ops.aten.clone.default)] == ["own_positions"] * trained
+    assert (sources["offload_grad_positions"].name == "own_positions") == trained
+    assert (value := meta.tensor(sources["offload_grad_positions"])) is not None and value.is_contiguous() == trained
     assert run(halves, found).equals(eager(found))
 
 

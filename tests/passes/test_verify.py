@@ -17,7 +17,19 @@ from lohan_fx.passes.liveness import device_peaks
 from lohan_fx.passes.verify import ORDER, verify
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from tests.passes.fake_runtime import eager, run
-from tests.passes.graphs import DECISIONS, MODELS, PASSES, Captured, both, captured, mixed, nodes, plan_for, rewrite
+from tests.passes.graphs import (
+    DECISIONS,
+    MODELS,
+    PASSES,
+    Captured,
+    both,
+    capture,
+    captured,
+    mixed,
+    nodes,
+    plan_for,
+    rewrite,
+)
 
 aten = torch.ops.aten
 
@@ -191,6 +203,25 @@ def test_an_offload_grad_of_a_slot_that_has_no_gradient() -> None:
         stray = backward.graph.call_function(ops.OFFLOAD_GRAD, (offload.args[0], 0))
     stray.meta = dict(offload.meta)
     assert f"{stray.name}: offloads a gradient that no trainable parameter gets" in refused(halves, plan)
+
+
+class Shifted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.bias).sum()
+
+
+def test_a_gradient_that_an_input_of_the_model_has_too() -> None:
+    found = capture(Shifted(), torch.ones(4, requires_grad=True))
+    plan = plan_for(found, Keep())
+    halves = rewrite(found, plan)
+    (offload,) = nodes(both(halves)[1], ops.OFFLOAD_GRAD)
+    (gradient,) = offload.all_input_nodes[0].all_input_nodes
+    offload.replace_input_with(offload.all_input_nodes[0], gradient)
+    assert f"{offload.name}: hands over memory of {gradient.name}, to which others may write" in refused(halves, plan)
 
 
 def test_a_gradient_that_goes_to_another_parameter() -> None:

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -498,6 +499,74 @@ def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path: Path)
     assert file_system_type(tmp_path / "a dirt", table) == "ext4"
     assert file_system_type(inner, table + f"/dev/vdb {blank} xfs rw 0 0\n") == "xfs"
     assert file_system_type(inner, "") == "unknown"
+
+
+# Forked children
+
+
+@contextmanager
+def living_child() -> Iterator[int]:
+    """A forked child, as a data loader's worker, that lives within; its process id."""
+    (told, tell), (seen, see) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.write(see, b"!")
+        os.read(told, 1)
+        os._exit(0)
+    try:
+        assert os.read(seen, 1)  # what is done in a child before it goes on is done
+        yield child
+    finally:
+        for end in (told, tell, seen, see):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_has_none_of_the_files(directories: list[Path], clean: None) -> None:
+    """It would keep the disk space of those that are removed, and the locks of a parent that is killed."""
+    store = NvmeStore(directories)
+    store.allocate({"a": 4 * PAGE})
+    with living_child() as child:
+        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [link for link in links if any(link.startswith(str(directory)) for directory in directories)]
+        store.write("a", 0, page_aligned(4 * PAGE, fill=3), 4 * PAGE)
+        assert contents(store, "a", 4 * PAGE).eq(3).all()
+        store.close()
+
+
+def test_a_number_that_is_another_file_s_by_now_stays_with_a_child(tmp_path: Path, directories: list[Path]) -> None:
+    NvmeStore(directories).close()
+    others = [(tmp_path / str(index)).open("w") for index in range(16)]
+    with living_child() as child:
+        links = {os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()}
+        assert {other.name for other in others} <= links
+    for other in others:
+        other.close()
+        Path(other.name).unlink()
+
+
+def test_a_killed_run_s_directory_is_free_while_its_children_live(directories: list[Path], clean: None) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from lohan_fx.runtime.nvme_store import NvmeStore
+
+store = NvmeStore([Path(sys.argv[1])])
+if os.fork() == 0:
+    print("forked", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+    command = [sys.executable, "-c", program, str(directories[0])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdin is not None and run.stdout is not None
+        assert run.stdout.readline() == "forked\n"
+        run.kill()
+        run.wait()
+        NvmeStore(directories[:1]).close()
+        run.stdin.close()
+        assert run.stdout.read() == ""  # once the child has ended
 
 
 # Closing
