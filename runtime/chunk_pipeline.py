@@ -47,6 +47,7 @@ class ChunkPipeline:
         self._reading: deque[ChunkUpdate] = deque()
         self._error: BaseException | None = None
         self._error_raised = False
+        self._update_failed = False
 
     # --- for those who hand over chunks -----------------------------------------------------------------------
 
@@ -81,15 +82,21 @@ class ChunkPipeline:
             raise
 
     @contextmanager
-    def no_job_lost(self) -> Iterator[None]:
-        """What fails in here leaves a job that will never finish: those who wait for it must hear of it."""
+    def no_job_lost(self, *, updates: bool = True) -> Iterator[None]:
+        """What fails in here leaves a job that will never finish: those who wait for it must hear of it. ``updates``: whether it
+        may be more than a gradient to hold."""
         try:
             yield
         except BaseException as error:
             with self.changed:
-                self._error = self._error or error
+                self._note(error, updates=updates)
                 self.changed.notify_all()
             raise
+
+    def _note(self, error: BaseException, *, updates: bool) -> None:
+        """Called with the lock held."""
+        self._error = self._error or error
+        self._update_failed = self._update_failed or updates
 
     # --- for those who wait -----------------------------------------------------------------------------------
 
@@ -122,10 +129,15 @@ class ChunkPipeline:
             self._error_raised = True
             # A copy: the traceback of what is raised holds the tensors of the whole backward, and we keep the original.
             raise copy.copy(self._error)
-        if self._error is not None:
+        if self._error is not None and self._update_failed:
             raise StepError(
                 f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
                 "load_state_dict of model and optimizer, or compile again"
+            ) from self._error
+        if self._error is not None:
+            raise StepError(
+                f"a gradient of this step could not be held ({self._error}), which has changed no parameter: call "
+                "optimizer.zero_grad() to drop the gradients of this step, and go on with the next one"
             ) from self._error
 
     def waiting(self) -> list[ChunkUpdate]:
@@ -144,7 +156,7 @@ class ChunkPipeline:
             self._arrived.clear()
             self._reading.clear()
             self._in_hand.clear()
-            self._error, self._error_raised = None, False
+            self._error, self._error_raised, self._update_failed = None, False, False
             self._unfinished = 0
 
     # --- on the cpu lane: one call per job, in order ----------------------------------------------------------
@@ -224,7 +236,8 @@ class ChunkPipeline:
         if job.states is not None:
             job.states.buffer.release()
         with self.changed:
-            self._error = self._error or error
+            if error is not None:
+                self._note(error, updates=job.updates)
             self._unfinished -= 1
             self._in_hand.pop(id(job), None)
             self.changed.notify_all()

@@ -166,6 +166,12 @@ def test_gradients_that_are_held(call: str, build: Build, tmp_path: Path, monkey
     engine.micro_batches.expected = 3
     backend.faults[call] = [errno.EIO]
     fails(lambda: (loss.backward(), optimizer.step()), tmp_path, "layers.")
+    refused: list[Callable[[], object]] = [optimizer.step, lambda: model(batch(2)).backward()]
+    for act in refused if call == "pwritev" else ():  # else a fetch has failed
+        with pytest.raises(
+            StepError, match=r"could not be held .*errno 5.* no parameter: call optimizer\.zero_grad\(\)"
+        ):
+            act()
     optimizer.zero_grad()  # nothing was updated, so nothing is torn
     nothing_is_out(engine)
     step(model, plain, optimizer, 3)

@@ -696,6 +696,25 @@ def test_everything_fails_at_once(rig: Rig) -> None:
     starts_over(rig)
 
 
+@pytest.mark.parametrize("lane", ["cpu", "d2h"])
+def test_a_gradient_that_cannot_be_held(lane: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is updated, so that it is enough to drop it, as ``settle`` does."""
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(rig.machine, lane), "submit", raises(LohanError(f"lane {lane} is closed")))
+        with pytest.raises(LohanError, match="closed"):
+            rig.offer(0, Purpose.HOLD)
+            rig.optimizer.barrier(PATIENCE_S)
+    if lane == "d2h":  # where the compute thread itself has heard it
+        with pytest.raises(LohanError, match="closed"):
+            rig.optimizer.barrier(PATIENCE_S)
+    for again in (lambda: rig.optimizer.barrier(PATIENCE_S), lambda: rig.offer(5)):
+        with pytest.raises(StepError, match=rf"could not be held \(lane {lane} is closed\).*optimizer\.zero_grad\(\)"):
+            again()
+    rig.optimizer.settle(PATIENCE_S)
+    rig.gradients.forget()
+    starts_over(rig)
+
+
 @pytest.mark.parametrize("shares_memory", [False], indirect=True)
 def test_a_copy_from_the_device_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
