@@ -97,7 +97,7 @@ class OutOfCoreOptimizer:
             flat, after = _flat(gradient), self._machine.link.mark()
             leaves = [functools.partial(self._leave, job, flat, after, left) for job in jobs]
         for leave in leaves:
-            with self._chunks.no_job_lost(updates=purpose is Purpose.APPLY):
+            with self._chunks.no_job_lost(updates=jobs[0].updates):
                 self._machine.d2h.submit(leave, label=f"gradient of {parameter.name}")
 
     def updated_here(self, slot: int) -> bool:
