@@ -187,8 +187,9 @@ def pace(model: torch.nn.Module) -> float:
 
 
 def request_by(model: torch.nn.Module, hw: HardwareProfile) -> Request:
-    """What ``model`` was planned for, by the rates of ``hw``."""
-    request = compiled(model).request()
+    """What the last graph of ``model`` was planned for, by the rates of ``hw``."""
+    found = compiled(model)
+    request = found.request(before=len(found.halves) - 1)
     return dataclasses.replace(request, hw=hw, matmul_rate=hw.matmul_rate(getattr(torch, request.compute_dtype)))
 
 

@@ -364,13 +364,14 @@ class CompiledModel:
         }
         return [self.engine.slots[alive[id(value)]].name for value in values if id(value) in alive]
 
-    def request(self) -> Request:
-        """What ``compile`` was asked for, less what other graphs take; the homes that the last plan gave to the
-        parameters, whether gradients are held by now, and whether states may still be cut otherwise."""
+    def request(self, before: int | None = None) -> Request:
+        """What ``compile`` was asked for, less what other graphs take, for one more graph; with ``before``, less what those take
+        that came before ``halves[before]``, for that one. The homes that the last plan gave to the parameters, whether
+        gradients are held by now, and whether states may still be cut otherwise."""
         homes = self.plans[-1].parameters if self.plans else ()
         sizes = self._request.chooses_sizes and not self.engine.states.cut
         budgets = self._request.budgets
-        fixed_bytes = budgets.fixed_bytes + self._graphs.others_bytes(self._request)
+        fixed_bytes = budgets.fixed_bytes + self._graphs.others_bytes(self._request, before)
         return dataclasses.replace(
             self._request,
             homes=homes,

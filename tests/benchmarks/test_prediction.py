@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import lohan_fx
+from lohan_fx.compile import compiled
 from lohan_fx.cost import Work
+from lohan_fx.planning.predict import predict
+from tests.end_to_end.models import GPT2_SHALLOW
 from tests.end_to_end.recipes import cpu_profile
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -87,6 +91,21 @@ def test_a_cpu_copies_what_is_swapped_and_not_what_comes_from_a_drive(prediction
         "fetched_backward_nvme_bytes": 395,
     }
     assert prediction.link_bytes(Work(**{**none, **moved}), cpu_profile()) == [70 + 5, 100]
+
+
+def test_what_is_predicted_again_is_what_was_planned(prediction: ModuleType, tmp_path: Path) -> None:
+    """What a graph itself leaves in memory does not count as another's."""
+    hw, model = cpu_profile(), GPT2_SHALLOW.build()
+    options = {"nvme": tmp_path, "host_memory": "2GiB", "compute_dtype": torch.float32, "dynamic": False}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, **options)):
+        for length in (8, 12):  # the second one's plan has the first one's graphs beside it
+            tokens = torch.zeros(1, length, dtype=torch.int64)
+            plan = lohan_fx.prepare(model, input_ids=tokens, labels=tokens)
+            again = predict(compiled(model).halves[-1], plan, prediction.request_by(model, hw))
+            assert plan.prediction is not None
+            assert again.step_s == plan.prediction.step_s
+            assert 0 < again.peak_bytes["host"] <= plan.prediction.peak_bytes["host"]
+        assert len(compiled(model).plans) == 2
 
 
 def test_the_cases_have_a_diffusion_transformer_that_trains(
