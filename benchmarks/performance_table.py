@@ -202,6 +202,7 @@ ROWS = (
     Row("larger_than_memory", "States many times the memory", "peak RSS < 5 GB", _memory),
     Row("larger_than_memory_3b", "The same with 3B, built on `meta`", "peak RSS < 6 GB", _memory),
     Row("prediction", "Step time predicted", "10 % in 10 of 12, none beyond 20 %", _prediction),
+    Row("prediction_gpu", "The same with a GPU", "10 % in 10 of 12, none beyond 20 %", _prediction),
     Row("better", "The searched plan over the best of all policies and random plans", "<= 1.03", _better),
     Row("request_sizes", "Requests as large as the search chooses over the best size", "<= 1.03", _sizes),
     Row("paced_lanes", "Step time simulated, where all rates are known", "15 %", _paced),
@@ -232,9 +233,10 @@ def predicted(results: Path = RESULTS) -> str:
         "| case | predicted | simulated | measured | off | peak RSS predicted | measured |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = load("prediction", results)
-    for case in found["cases"] if found else ():
-        lines.append(_line(case["case"], case, case.get("simulated_s")))
+    for name in ("prediction", "prediction_gpu"):
+        found = load(name, results)
+        for case in found["cases"] if found else ():
+            lines.append(_line(case["case"], case, case.get("simulated_s")))
     if (memory := load("larger_than_memory", results)) is not None:
         case = {"predicted_s": memory["predicted_s_per_step"], "measured_s": memory["s_per_step"], **memory}
         lines.append(_line(f"{memory['size']} {memory['batch']}x{memory['seq']}", case, None))

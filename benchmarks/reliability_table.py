@@ -106,6 +106,7 @@ ROWS = (
     ),
     Row("generates", "Those that make text generate what plain PyTorch does", "every word", _generates),
     Row("kill9", "Killed at any moment, also by power losses, a training ends with the same bits", "100 %", _kills),
+    Row("kill9_gpu", "The same, computing on a GPU", "100 %", _kills),
     Row("interrupts", "Ctrl-C ends it soon, cleanly, and the next run goes on", "5 s, equal bits", _interrupts),
     Row("faults", "A fault of the drive surfaces, or changes nothing (2 checkpoints kept)", "0 silent", _faults),
     Row("faults_keep1", "The same with 1 checkpoint kept, read back (`verify=True`)", "0 silent", _faults),
