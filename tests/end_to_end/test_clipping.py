@@ -347,8 +347,9 @@ def test_without_clipping_updates_run_inside_the_backward(on_nvme: Any) -> None:
 # --- broken off -----------------------------------------------------------------------------------------------
 
 
-def test_an_update_that_fails_surfaces_in_the_forward_and_tears_the_step(
-    on_nvme: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("after_the_step", [True, False])
+def test_an_update_that_fails_surfaces_in_step_or_forward_and_tears_the_step(
+    after_the_step: bool, on_nvme: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, model = PERCEPTRON.build(), PERCEPTRON.build()
     adam = torch.optim.AdamW(expected.parameters(), lr=LR)
@@ -359,16 +360,25 @@ def test_an_update_that_fails_surfaces_in_the_forward_and_tears_the_step(
         saved = model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
         store = compiled(model).engine.store
         write = store.write
+        may_fail = threading.Event()
 
         def failing(extent: str, *args: Any) -> None:
             if extent == "down.weight:moments":
+                assert may_fail.wait(60)
                 raise ZeroDivisionError
             write(extent, *args)
 
         monkeypatch.setattr(store, "write", failing)
-        step(model, optimizer)
-        with pytest.raises(ZeroDivisionError):
-            model(**vectors())
+        if after_the_step:
+            step(model, optimizer)
+            may_fail.set()
+            with pytest.raises(ZeroDivisionError):
+                model(**vectors())
+        else:  # the step hands over its other updates, or has done so: which of the two, the threads decide
+            may_fail.set()
+            with pytest.raises(ZeroDivisionError):
+                step(model, optimizer)
+                model(**vectors())
         monkeypatch.undo()
         for refused in (lambda: model(**vectors()), model.state_dict, optimizer.step):
             with pytest.raises(
