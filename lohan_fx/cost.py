@@ -25,6 +25,8 @@ __all__ = [
     "backward_stage",
     "coming_back_s",
     "forward_stage",
+    "handover_s",
+    "lane_update_s",
     "node_seconds",
     "optimizer_stage",
     "ssd_seconds",
@@ -43,9 +45,11 @@ class Work:
     ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes from
     NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is what
     exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
-    computes for ``last_fetch_s`` when the last is there. ``state_*_bytes`` (12P read, 14P written) and
-    ``adam_parameters``: of updates in the backward, none before ``first_gradient_s`` of it; ``blocking_*``: of those
-    among them for which compute waits after ``blocking_hidden_s``; ``coming_back_s``: what it waits for activations
+    computes for ``behind_fetches_s`` when the drives have moved ``fetches_*_bytes``. ``state_*_bytes`` (12P read, 14P
+    written) and ``adam_parameters``: of updates in the backward; ``updates_*_bytes``: what the drives move behind
+    ``before_updates_s`` of it; ``blocking_*``: of those
+    among them for which compute waits after ``blocking_hidden_s``; ``*by_lane``: parameters that a lane's thread updates, and
+    not the compute device in its memory; ``coming_back_s``: what it waits for activations
     that are needed back sooner than they can be (``coming_back_s``, each by itself); ``late_*``: of those after it,
     because their gradients come last or because the plan has a stage for them; ``next_*``: of those beside the forward,
     which updates what the step before left. Of both kinds the gradients were written to NVMe in the backward as far as
@@ -70,14 +74,21 @@ class Work:
     state_write_bytes: int
     adam_parameters: int
     first_fetched_nvme_bytes: int = 0
-    last_fetch_s: float = 0.0
+    fetches_read_bytes: int = 0
+    fetches_written_bytes: int = 0
+    behind_fetches_s: float = 0.0
+    by_lane: int = 0
     held_nvme_bytes: int = 0
     late_state_read_bytes: int = 0
     late_state_write_bytes: int = 0
     late_adam_parameters: int = 0
-    first_gradient_s: float = 0.0
+    late_by_lane: int = 0
+    updates_read_bytes: int = 0
+    updates_written_bytes: int = 0
+    before_updates_s: float = 0.0
     blocking_read_bytes: int = 0
     blocking_write_bytes: int = 0
+    blocking_by_lane: int = 0
     blocking_hidden_s: float = 0.0
     coming_back_s: float = 0.0
     next_held_nvme_bytes: int = 0
@@ -196,6 +207,13 @@ def optimizer_stage(work: Work, hw: HardwareProfile) -> Stage:
 def step_seconds(work: Work, hw: HardwareProfile) -> float:
     """Seconds of all stages."""
     return lohan.CORRECTED.seconds(values(work, hw))
+
+
+def lane_update_s(parameters: int, hw: HardwareProfile) -> float:
+    """Seconds in which a lane's thread updates ``parameters``: on a CPU that computes it has one core."""
+    rates = hw.adam_parameters_per_s, hw.host_memory_bytes_per_s
+    all_cores_s = max(parameters / rates[0], ADAM_TOUCHED_BYTES * parameters / rates[1])
+    return all_cores_s + ((hw.cpu_cores - 1) * parameters / rates[0] if hw.device == "cpu" else 0.0)
 
 
 def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:

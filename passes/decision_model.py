@@ -22,6 +22,7 @@ class Quantity(enum.StrEnum):
 
     ``FIRST_FETCHED_NVME``: of what the forward waits for before it computes; ``BLOCKING_*``: of parameters for whose updates
     compute waits; ``LATE_*``: of those that are updated when the backward has ended; ``NEXT_*``: beside the next forward;
+    ``*BY_LANE``: parameters that a lane's thread updates, and not the compute device in its memory;
     ``*_STATES_READ``: of those among them that are updated twice, and ``REPEATED_*`` the second time; ``LATE_SUMS_NVME``: of
     gradients that wait for what is left after the backward as fp32 sums, and not as the backward made them.
     """
@@ -40,14 +41,17 @@ class Quantity(enum.StrEnum):
     FETCHED_BACKWARD = "fetched_backward_bytes"
     FETCHED_BACKWARD_NVME = "fetched_backward_nvme_bytes"
     STATES = "states_bytes"
+    BY_LANE = "by_lane_parameters"
     COPIED = "copied_bytes"
     BLOCKING_READ = "blocking_read_bytes"
     BLOCKING_WRITTEN = "blocking_written_bytes"
     BLOCKING_HIDDEN_S = "blocking_hidden_s"
+    BLOCKING_BY_LANE = "blocking_by_lane_parameters"
     LATE_STATES = "late_states_bytes"
     LATE_COPIED = "late_copied_bytes"
     RETURNED = "returned_bytes"
     LATE_UPDATED = "late_updated_parameters"
+    LATE_BY_LANE = "late_by_lane_parameters"
     LATE_RETURNED = "late_returned_bytes"
     LATE_HELD_NVME = "late_held_nvme_bytes"
     LATE_SUMS_NVME = "late_sums_nvme_bytes"

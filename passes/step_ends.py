@@ -79,8 +79,7 @@ def _blocking_runs(
     passed_s = 0.0
     for node in backward.graph.nodes:
         passed_s += node_seconds(meta.cost(node)) if _computes(node) else 0.0
-        # What is small against the window neither fills it nor waits for room.
-        if node.target is not ops.OFFLOAD_GRAD or _gradient_bytes(node) <= NEGLIGIBLE * window_bytes:
+        if node.target is not ops.OFFLOAD_GRAD or not fills(node, window_bytes):
             continue
         if before is not None and _gradient_bytes(before) + _gradient_bytes(node) > window_bytes:
             run.append((meta.origin(before) or "", _gradient_numel(before), passed_s))
@@ -90,6 +89,11 @@ def _blocking_runs(
         before, passed_s = node, 0.0
     if run:
         yield run
+
+
+def fills(offer: Node, window_bytes: int) -> bool:
+    """Whether the gradient of ``offer`` is large enough to wait for room in ``window_bytes``, or to make others wait."""
+    return _gradient_bytes(offer) > NEGLIGIBLE * window_bytes
 
 
 def _last_fetch_s(

@@ -27,6 +27,7 @@ from lohan_fx.passes.lane_jobs import (
     update_requests,
 )
 from lohan_fx.passes.liveness import is_updated_here
+from lohan_fx.passes.step_bounds import Bound, fetch_bound, update_bound
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.turn import seconds_away
 from lohan_fx.plan import Ends, OptimizerTiming, ParameterPlan, Plan, Swap, Tier, Windows
@@ -39,16 +40,23 @@ def _at_once(nbytes: int, tier: Tier, away_s: float) -> float:
     return 0.0
 
 
+def _no_time(parameters: int) -> float:
+    return 0.0
+
+
 def traffic(
     halves: Halves,
     plan: Plan,
     node_seconds: Callable[[Cost], float],
     handover_s: float = 0.0,
     coming_back_s: Callable[[int, Tier, float], float] = _at_once,
+    drives_s: Callable[[int, int], float] | None = None,
+    by_lane_s: Callable[[int], float] = _no_time,
 ) -> Work:
     """The ``Work`` of one training step (or of one inference, where there is no backward). ``handover_s``: what compute takes
     to hand a transfer over (``cost.handover_s``); ``coming_back_s(bytes, tier, seconds away)``: what it waits for an activation
-    to come back (``cost.coming_back_s``)."""
+    to come back (``cost.coming_back_s``); ``drives_s(bytes read, written)`` and ``by_lane_s(parameters)``: by which the wait and
+    the gradient are found that bound the step most (``step_bounds``); without them the ends of the step do."""
     homes = {p.name: p for p in plan.parameters}
     forward, backward = halves.forward, halves.backward
     computed = sum(node_seconds(meta.cost(n)) for n in _computing(forward))
@@ -70,6 +78,26 @@ def traffic(
     )
     repeated = [p for p in elsewhere if p.updated_twice]
     blocking = [p for p in early if p.name in ends.blocking and not p.in_memory_of(plan.device)]
+    by_lane, late_by_lane = ([p for p in some if not p.stays_in_memory_of(plan.device)] for some in (early, late))
+    fetched_nvme_bytes = _fetched(forward, homes, Tier.NVME)
+    fetches = Bound(
+        ends.last_fetch_s,
+        fetched_nvme_bytes + states_read_bytes(next_) + held_nvme_bytes(next_),
+        states_written_bytes(next_),
+    )
+    updates = Bound(
+        ends.first_gradient_s,
+        states_read_bytes(early),
+        states_written_bytes(early) + held_nvme_bytes(late) + held_nvme_bytes(next_),
+    )
+    if drives_s is not None:
+        fetches = fetch_bound(forward, _beside_forward(next_), homes, node_seconds, drives_s, fetches)
+    if drives_s is not None and backward is not None:
+        moved = {p.name: (states_read_bytes([p]), states_written_bytes([p])) for p in early}
+        moved |= {p.name: (0, held_nvme_bytes([p])) for p in (*late, *next_)}
+        first = {p.name: (states_read_bytes([p]), blocking_written_bytes([p], ends, plan.windows)) for p in blocking}
+        blocking_s = {p.name: max(by_lane_s(p.numel), drives_s(*first[p.name])) for p in blocking}
+        updates = update_bound(backward, plan, moved, blocking_s, node_seconds, drives_s, updates)
     return Work(
         forward_s=computed + handed_over * handover_s,
         backward_s=back + handed_back * handover_s + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
@@ -79,7 +107,7 @@ def traffic(
             for n in swaps
         ),
         fetched_forward_bytes=_fetched(forward, homes, Tier.HOST, Tier.NVME),
-        fetched_forward_nvme_bytes=_fetched(forward, homes, Tier.NVME),
+        fetched_forward_nvme_bytes=fetched_nvme_bytes,
         fetched_backward_bytes=_fetched(backward, homes, Tier.HOST, Tier.NVME),
         fetched_backward_nvme_bytes=_fetched(backward, homes, Tier.NVME),
         swapped_bytes=sum(_swapped_bytes(n) for n in swaps),
@@ -88,15 +116,22 @@ def traffic(
         state_read_bytes=states_read_bytes(early),
         state_write_bytes=states_written_bytes(early),
         adam_parameters=sum(p.numel for p in early),
+        by_lane=sum(p.numel for p in by_lane),
         first_fetched_nvme_bytes=sum(p.first_fetched_nvme_bytes(ends) for p in plan.parameters),
-        last_fetch_s=ends.last_fetch_s,
+        fetches_read_bytes=fetches.read_bytes,
+        fetches_written_bytes=fetches.written_bytes,
+        behind_fetches_s=fetches.compute_s,
         held_nvme_bytes=held_nvme_bytes(late),
         late_state_read_bytes=states_read_bytes(late),
         late_state_write_bytes=states_written_bytes(late),
         late_adam_parameters=sum(p.numel for p in late),
-        first_gradient_s=ends.first_gradient_s,
+        late_by_lane=sum(p.numel for p in late_by_lane),
+        updates_read_bytes=updates.read_bytes,
+        updates_written_bytes=updates.written_bytes,
+        before_updates_s=updates.compute_s,
         blocking_read_bytes=states_read_bytes(blocking),
         blocking_write_bytes=blocking_written_bytes(blocking, ends, plan.windows),
+        blocking_by_lane=sum(p.numel for p in blocking),
         blocking_hidden_s=sum(ends.blocking[p.name].hidden_s for p in blocking),
         next_held_nvme_bytes=held_nvme_bytes(next_),
         next_state_read_bytes=states_read_bytes(next_),
@@ -249,6 +284,13 @@ def _beside_forward_bytes(p: ParameterPlan, plan: Plan) -> int:
     if p.optimizer_runs is not OptimizerTiming.NEXT_FORWARD or p.stays_in_memory_of(plan.device):
         return 0
     return states_read_bytes([p]) + states_written_bytes([p]) + held_nvme_bytes([p])
+
+
+def _beside_forward(updated: list[ParameterPlan]) -> dict[str, tuple[int, int]]:
+    """Bytes that are read and written for the update of each of ``updated`` before the next forward may fetch it: of what is
+    written only what it fetches."""
+    written = {p.name: p.bytes if p.home is Tier.NVME else 0 for p in updated}
+    return {p.name: (states_read_bytes([p]) + held_nvme_bytes([p]), written[p.name]) for p in updated}
 
 
 def held_nvme_bytes(updated: list[ParameterPlan]) -> int:

@@ -103,7 +103,7 @@ def _corrected(
         Term("h2d", of("fetched_forward_bytes") / h2d),
         Term("d2h", swapped / d2h),
         Term("ssd", drives(read_forward, written_forward)),
-        Term("fetches", of("last_fetch_s") + drives(read_forward, of("next_state_write_bytes"))),
+        Term("fetches", of("behind_fetches_s") + drives(of("fetches_read_bytes"), of("fetches_written_bytes"))),
         Term(
             "cpu",
             next_adam_s
@@ -119,11 +119,9 @@ def _corrected(
     served = per_request * of("backward_requests") + per_byte * (read + written)
     blocking_read, blocking_written = of("blocking_read_bytes"), of("blocking_write_bytes")
     # While compute waits for an update, nothing is taken from it by that.
-    blocking_adam_s = of("adam_on_device") * adam(blocking_read / STATE_BYTES, *rates)
+    blocking_adam_s = of("adam_on_device") * adam(of("blocking_by_lane"), *rates)
     blocking_served = (
-        per_byte * (blocking_read + blocking_written)
-        + blocking_adam_s
-        + one_core_s(of("blocking_read_bytes") / STATE_BYTES)
+        per_byte * (blocking_read + blocking_written) + blocking_adam_s + one_core_s(of("blocking_by_lane"))
     )
     backward = (
         Term(
@@ -132,7 +130,7 @@ def _corrected(
             + of("recompute_s")
             + of("coming_back_s")
             + of("adam_on_device") * adam_s
-            + one_core_s(of("state_read_bytes") / STATE_BYTES)
+            + one_core_s(of("by_lane"))
             + one_core_s(of("repeated_state_bytes") / STATE_BYTES)
             + served
             + sympy.Max(0, drives(blocking_read, blocking_written) - of("blocking_hidden_s") - blocking_served),
@@ -146,7 +144,7 @@ def _corrected(
         ),
         Term(
             "updates",
-            of("first_gradient_s") + drives(of("state_read_bytes"), of("state_write_bytes") + held + next_held),
+            of("before_updates_s") + drives(of("updates_read_bytes"), of("updates_written_bytes")),
         ),
         Term("python", interpreter_s("backward")),
     )
@@ -156,10 +154,7 @@ def _corrected(
         Term("ssd", drives(of("late_state_read_bytes") + held, of("late_state_write_bytes"))),
         Term(
             "cpu",
-            late_adam_s
-            + of("late_returned_bytes") / h2d
-            + one_core_s(of("late_state_read_bytes") / STATE_BYTES)
-            + late_serial_s,
+            late_adam_s + of("late_returned_bytes") / h2d + one_core_s(of("late_by_lane")) + late_serial_s,
         ),
     )
     return CostModel(
@@ -192,6 +187,9 @@ def _of_a_model() -> CostModel:
         "state_read_bytes": 12 * p,
         "state_write_bytes": 14 * p,
         "adam_parameters": p,
+        "fetches_read_bytes": 2 * p,
+        "updates_read_bytes": 12 * p,
+        "updates_written_bytes": 14 * p,
         **dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), link),
         "adam_parameters_per_s": adam_rate,
         "host_memory_bytes_per_s": memory,

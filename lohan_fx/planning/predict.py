@@ -36,8 +36,16 @@ def predict_placed(halves: Halves, plan: Plan, request: Request) -> Prediction:
 
 def work_of(halves: Halves, plan: Plan, request: Request) -> cost.Work:
     """What a step of ``halves`` does, for a cost model."""
-    coming_back_s = functools.partial(cost.coming_back_s, request.hw)
-    return traffic(halves, plan, node_seconds(request), cost.handover_s(request.hw), coming_back_s)
+    hw = request.hw
+    return traffic(
+        halves,
+        plan,
+        node_seconds(request),
+        cost.handover_s(hw),
+        functools.partial(cost.coming_back_s, hw),
+        functools.partial(cost.ssd_seconds, hw=hw),
+        functools.partial(cost.lane_update_s, hw=hw),
+    )
 
 
 def predict(halves: Halves, plan: Plan, request: Request, *, what: str = "the plan given") -> Prediction:

@@ -44,7 +44,7 @@ def adds_of_a_read_one(problem: Problem, p: ParameterPlan) -> dict[Quantity, flo
     # Where the master is also what the graph computes with, writing the states back writes it.
     copied = p.trainable and p.home is Tier.NVME and not (away and p.bytes == 4 * p.numel)
     runs = p.runs_beside(problem.ends, device_of(problem))
-    states, copies, returned, updated, held = _BESIDE.get(runs, _EARLY)
+    states, copies, returned, updated, held, by_lane = _BESIDE.get(runs, _EARLY)
     if p.optimizer_runs is OptimizerTiming.AFTER_BACKWARD:
         held = Quantity.LATE_SUMS_NVME
     return {
@@ -57,6 +57,7 @@ def adds_of_a_read_one(problem: Problem, p: ParameterPlan) -> dict[Quantity, flo
         copies: p.bytes if copied else 0,
         returned: p.bytes if p.returns_to(device_of(problem)) else 0,
         **({updated: p.numel} if updated is not None else {}),
+        **({by_lane: p.numel} if by_lane is not None and _is_by_lane(problem, p) else {}),
         **(_blocking(problem, p) if states is Quantity.STATES else {}),
         **({held: p.held_bytes} if held is not None and p.gradient_home is Tier.NVME else {}),
         **(_repeated(p) if p.updated_twice else {}),
@@ -120,6 +121,7 @@ def _blocking(problem: Problem, p: ParameterPlan) -> dict[Quantity, float]:
         Quantity.BLOCKING_READ: states_read_bytes([p]),
         Quantity.BLOCKING_WRITTEN: blocking_written_bytes([p], problem.ends, problem.windows),
         Quantity.BLOCKING_HIDDEN_S: problem.ends.blocking[p.name].hidden_s,
+        Quantity.BLOCKING_BY_LANE: p.numel,
     }
 
 
@@ -130,14 +132,17 @@ def _repeated(p: ParameterPlan) -> dict[Quantity, float]:
 
 
 _READ_ALONE = {Quantity.LATE_STATES: Quantity.LATE_STATES_READ, Quantity.NEXT_STATES: Quantity.NEXT_STATES_READ}
-_EARLY = (Quantity.STATES, Quantity.COPIED, Quantity.RETURNED, None, None)
-_BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity, Quantity | None, Quantity | None]] = {
+_EARLY = (Quantity.STATES, Quantity.COPIED, Quantity.RETURNED, None, None, Quantity.BY_LANE)
+_BESIDE: Mapping[
+    OptimizerTiming, tuple[Quantity, Quantity, Quantity, Quantity | None, Quantity | None, Quantity | None]
+] = {
     OptimizerTiming.AFTER_BACKWARD: (
         Quantity.LATE_STATES,
         Quantity.LATE_COPIED,
         Quantity.LATE_RETURNED,
         Quantity.LATE_UPDATED,
         Quantity.LATE_HELD_NVME,
+        Quantity.LATE_BY_LANE,
     ),
     OptimizerTiming.NEXT_FORWARD: (
         Quantity.NEXT_STATES,
@@ -145,9 +150,15 @@ _BESIDE: Mapping[OptimizerTiming, tuple[Quantity, Quantity, Quantity, Quantity |
         Quantity.NEXT_RETURNED,
         Quantity.NEXT_UPDATED,
         Quantity.NEXT_HELD_NVME,
+        None,
     ),
 }
-"""Stage of the update -> what its states, copy to NVMe, copy to a GPU, elements and gradient on NVMe count as."""
+"""Stage of the update -> what its states, copy to NVMe, copy to a GPU, elements and gradient on NVMe count as, and its elements
+where a lane's thread makes it, if not all of that stage are."""
+
+
+def _is_by_lane(problem: Problem, p: ParameterPlan) -> bool:
+    return p.trainable and not p.stays_in_memory_of(device_of(problem))
 
 
 def device_of(problem: Problem) -> str:
@@ -194,6 +205,9 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
     def requests(quantities: Iterable[Quantity]) -> float:
         return sum(_requests_per_byte(problem, quantity) * total.get(quantity, 0) for quantity in quantities)
 
+    next_read_bytes = of(Quantity.NEXT_STATES) + of(Quantity.NEXT_STATES_READ)
+    next_written_bytes = of(Quantity.NEXT_STATES) + of(Quantity.NEXT_COPIED)
+    held_bytes = of(Quantity.LATE_HELD_NVME) + of(Quantity.LATE_SUMS_NVME)
     return cost.Work(
         forward_s=problem.forward_s + total.get(Quantity.HANDED_OVER_FORWARD_S, 0.0),
         backward_s=problem.backward_s + total.get(Quantity.HANDED_OVER_BACKWARD_S, 0.0),
@@ -208,20 +222,27 @@ def work_of(problem: Problem, total: Adds) -> cost.Work:
         gradient_bytes=sum(p.bytes for p in trained),
         state_read_bytes=of(Quantity.STATES),
         state_write_bytes=of(Quantity.STATES) + of(Quantity.COPIED),
+        by_lane=of(Quantity.BY_LANE),
         adam_parameters=sum(p.numel for p in trained) - of(Quantity.LATE_UPDATED) - of(Quantity.NEXT_UPDATED),
         first_fetched_nvme_bytes=of(Quantity.FIRST_FETCHED_NVME),
-        last_fetch_s=problem.ends.last_fetch_s,
-        held_nvme_bytes=of(Quantity.LATE_HELD_NVME) + of(Quantity.LATE_SUMS_NVME),
+        fetches_read_bytes=of(Quantity.FETCHED_FORWARD_NVME) + next_read_bytes + of(Quantity.NEXT_HELD_NVME),
+        fetches_written_bytes=next_written_bytes,
+        behind_fetches_s=problem.ends.last_fetch_s,
+        held_nvme_bytes=held_bytes,
         late_state_read_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_STATES_READ),
         late_state_write_bytes=of(Quantity.LATE_STATES) + of(Quantity.LATE_COPIED),
         late_adam_parameters=of(Quantity.LATE_UPDATED),
-        first_gradient_s=problem.ends.first_gradient_s,
+        late_by_lane=of(Quantity.LATE_BY_LANE),
+        updates_read_bytes=of(Quantity.STATES),
+        updates_written_bytes=of(Quantity.STATES) + of(Quantity.COPIED) + held_bytes + of(Quantity.NEXT_HELD_NVME),
+        before_updates_s=problem.ends.first_gradient_s,
         blocking_read_bytes=of(Quantity.BLOCKING_READ),
         blocking_write_bytes=of(Quantity.BLOCKING_WRITTEN),
+        blocking_by_lane=of(Quantity.BLOCKING_BY_LANE),
         blocking_hidden_s=total.get(Quantity.BLOCKING_HIDDEN_S, 0.0),
         next_held_nvme_bytes=of(Quantity.NEXT_HELD_NVME),
-        next_state_read_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_STATES_READ),
-        next_state_write_bytes=of(Quantity.NEXT_STATES) + of(Quantity.NEXT_COPIED),
+        next_state_read_bytes=next_read_bytes,
+        next_state_write_bytes=next_written_bytes,
         next_adam_parameters=of(Quantity.NEXT_UPDATED),
         repeated_held_nvme_bytes=of(Quantity.REPEATED_HELD_NVME),
         repeated_state_bytes=of(Quantity.REPEATED_STATES),
@@ -291,8 +312,8 @@ def _core_s(problem: Problem, hw: HardwareProfile, quantities: tuple[Quantity, .
     found = {q: per_byte + per_request * _requests_per_byte(problem, q) for q in quantities}
     for states in found.keys() & set(_STATES):  # which are written, too
         found[states] += per_byte
-    for states in found.keys() & {Quantity.STATES, Quantity.REPEATED_STATES}:
-        found[states] += _one_core_s(hw) / STATE_BYTES
+    if Quantity.REPEATED_STATES in found:
+        found[Quantity.REPEATED_STATES] += _one_core_s(hw) / STATE_BYTES
     return found
 
 
@@ -354,19 +375,17 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
                 q.HANDED_OVER_BACKWARD_S: 1.0,
                 q.COMING_BACK_S: 1.0,
                 **core_s,
-                **(not_here if on_cpu else {}),
+                **({**not_here, q.BY_LANE: _one_core_s(hw)} if on_cpu else {}),
             },
             Lane.H2D: {q.FETCHED_BACKWARD: 1 / h2d, q.SWAPPED: 1 / h2d, **back},
             Lane.CPU: {**not_here, **again, q.RETURNED: returned_s},
             PYTHON_LANE: {q.BACKWARD_JOBS: hw.interpreter_s_per_job},
         },
     )
-    one_core_s = _one_core_s(hw) / STATE_BYTES if on_cpu else 0.0
     late = {
         q.LATE_UPDATED: adam_s,
         q.LATE_RETURNED: returned_s,
-        q.LATE_STATES: one_core_s,
-        q.LATE_STATES_READ: one_core_s,
+        q.LATE_BY_LANE: _one_core_s(hw) if on_cpu else 0.0,
     }
     after: tuple[LaneTime, ...] = (LaneTime((Line(0.0, late),)),)
     if hw.nvme:
@@ -381,12 +400,12 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
         )
         (compute,) = next(lane.lines for lane in backward if Quantity.RECOMPUTE_S in lane.lines[0].per)
         served_s = _served_by_a_byte(hw)
-        adam_s_of_byte = (adam_s + _one_core_s(hw)) / STATE_BYTES if on_cpu else 0.0
         beside = {
             **compute.per,
             q.BLOCKING_HIDDEN_S: -1.0,
-            q.BLOCKING_READ: -served_s - adam_s_of_byte,
+            q.BLOCKING_READ: -served_s,
             q.BLOCKING_WRITTEN: -served_s,
+            q.BLOCKING_BY_LANE: -(adam_s + _one_core_s(hw)) if on_cpu else 0.0,
         }
         backward += _ssd(hw, (q.BLOCKING_READ,), (q.BLOCKING_WRITTEN,), compute.seconds, beside)
         first_s = problem.ends.first_gradient_s

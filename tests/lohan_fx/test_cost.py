@@ -52,8 +52,12 @@ WORK = Work(
     state_write_bytes=140,
     adam_parameters=1000,
     first_fetched_nvme_bytes=15,
-    last_fetch_s=1.25,
-    first_gradient_s=2.5,
+    fetches_read_bytes=30,
+    behind_fetches_s=1.25,
+    by_lane=10,
+    updates_read_bytes=120,
+    updates_written_bytes=140,
+    before_updates_s=2.5,
 )
 
 
@@ -153,9 +157,12 @@ def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> 
         next_state_write_bytes=80,
         next_adam_parameters=500,
         next_held_nvme_bytes=9,
+        fetches_read_bytes=30 + 60 + 9,
+        fetches_written_bytes=80,
         late_state_read_bytes=24,
         late_state_write_bytes=36,
-        late_adam_parameters=2,
+        late_adam_parameters=3,
+        late_by_lane=2,
     )
     fast = replace(HW, nvme=(replace(DRIVE, mixed_bytes_per_s=1000.0),))
     assert forward_stage(work, fast).lanes_s == {
@@ -165,15 +172,15 @@ def test_what_the_step_before_left_of_the_optimizer_is_work_of_the_forward() -> 
         "cpu": 5.0,
     }
     assert backward_stage(work, fast).lanes_s["ssd"] == pytest.approx((50 + 10 + 120) / 30 + (140 + 9) / 20)
-    assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.02}
+    assert optimizer_stage(work, fast).lanes_s == {"ssd": pytest.approx(24 / 30 + 36 / 20), "cpu": 0.03}
     on_cpu = replace(fast, device="cpu", cpu_cores=4, io_core_s_per_byte=1e-15)
     copied_s = 20 / 5.0
     # All 500 by one thread instead of four, also those whose states are in memory: their gradients were on a drive.
     assert forward_stage(work, on_cpu).lanes_s["compute"] == pytest.approx(7.5 + copied_s + 5.0 + 3 * 500 / 100)
-    assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.02 + 3 * 2 / 100)
+    assert optimizer_stage(work, on_cpu).lanes_s["cpu"] == pytest.approx(0.03 + 3 * 2 / 100)
     serial = replace(work, serial_optimizer=True)
     assert forward_stage(serial, fast).lanes_s["cpu"] == pytest.approx(5.0 + 60 / 30 + 80 / 20)
-    assert optimizer_stage(serial, fast).lanes_s["cpu"] == pytest.approx(0.02 + 24 / 30 + 36 / 20)
+    assert optimizer_stage(serial, fast).lanes_s["cpu"] == pytest.approx(0.03 + 24 / 30 + 36 / 20)
     assert (work.nvme_read_bytes, work.nvme_write_bytes) == (30 + 50 + 10 + 120 + 60 + 9 + 24, 10 + 140 + 80 + 9 + 36)
 
 

@@ -44,8 +44,14 @@ def test_everything_on_nvme_by_hand() -> None:
         blocking_write_bytes=0,  # one chunk, which an optimizer's buffer holds
         blocking_hidden_s=2 * 3 * 4 * 8 + 1 + 2,  # mm, threshold_backward, sum
         first_fetched_nvme_bytes=WEIGHTS + BIAS,  # of the first layer
-        last_fetch_s=(2 * 3 * 8 * 4 + 1) + 1 + 1,  # mm, pow, mean behind the second weight
-        first_gradient_s=2 * (2 * 3 * 4 * 8 + 1) + 4,  # two mm; div, pow, mul, mul
+        fetches_read_bytes=2 * WEIGHTS + BIAS,
+        behind_fetches_s=(2 * 3 * 8 * 4 + 1) + 1 + 1,  # mm, pow, mean behind the second weight
+        updates_read_bytes=12 * 32,
+        updates_written_bytes=12 * 32,
+        before_updates_s=2 * (2 * 3 * 4 * 8 + 1) + 4,  # two mm; div, pow, mul, mul
+        by_lane=32,
+        late_by_lane=32 + 8,
+        blocking_by_lane=32,
         forward_requests=3 + 1,  # three parameters fetched, one activation swapped out
         backward_requests=1 + 1 + 4,  # one fetched, one swapped in; master and moments of one, both ways
     )

@@ -190,4 +190,8 @@ def _work(problem: Problem, homes: dict[str, Tier], resident: Collection[str]) -
         state_read_bytes=STATE_BYTES * away,
         state_write_bytes=STATE_BYTES * away + copied,
         adam_parameters=sum(p.numel for p in trained),
+        fetches_read_bytes=fetched,
+        updates_read_bytes=STATE_BYTES * away,
+        updates_written_bytes=STATE_BYTES * away + copied,
+        by_lane=sum(p.numel for p in trained),  # all are fetched from NVMe
     )

@@ -180,7 +180,13 @@ def step_s(asked: Problem, plan: Plan, hw: HardwareProfile) -> float:
         first_fetched_nvme_bytes=sum(
             p.bytes for p in plan.parameters if p.home is Tier.NVME and p.name in asked.ends.first_fetches
         ),
-        last_fetch_s=asked.ends.last_fetch_s,
+        fetches_read_bytes=from_nvme + next_states + held,
+        fetches_written_bytes=next_states + next_copies,
+        behind_fetches_s=asked.ends.last_fetch_s,
+        updates_read_bytes=states,
+        updates_written_bytes=states + sum(p.bytes for p in trained if p.home is Tier.NVME) + held,
+        by_lane=sum(p.numel for p in trained if p in moves),
+        late_by_lane=sum(p.numel for p in late),
         state_read_bytes=states,
         state_write_bytes=states + sum(p.bytes for p in trained if p.home is Tier.NVME),
         adam_parameters=sum(p.numel for p in trained),

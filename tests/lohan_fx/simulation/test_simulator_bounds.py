@@ -95,8 +95,14 @@ def test_never_below_the_formula(
     if device == "cpu":
         apart = dataclasses.replace(apart, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     for halves, plan in examples(device):
-        work = traffic(halves, plan, lambda c: 0.0 if c.is_view else node_s)
         on = dataclasses.replace(hw, device=device)
+        work = traffic(
+            halves,
+            plan,
+            lambda c: 0.0 if c.is_view else node_s,
+            drives_s=functools.partial(cost.ssd_seconds, hw=on),
+            by_lane_s=functools.partial(cost.lane_update_s, hw=on),
+        )
         step = simulate(halves, plan, on, node_seconds=lambda c: 0.0 if c.is_view else node_s)
         almost, nearly = 1 - 1e-8, 1 - NEGLIGIBLE
         waits = cost.backward_stage(work, apart)
