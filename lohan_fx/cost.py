@@ -47,9 +47,9 @@ class Work:
     exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
     computes for ``behind_fetches_s`` when the drives have moved ``fetches_*_bytes``. ``state_*_bytes`` (12P read, 14P
     written) and ``adam_parameters``: of updates in the backward; ``updates_*_bytes``: what the drives move behind
-    ``before_updates_s`` of it; ``blocking_*``: of those
-    among them for which compute waits after ``blocking_hidden_s``; ``*by_lane``: parameters that a lane's thread updates, and
-    not the compute device in its memory; ``coming_back_s``: what it waits for activations
+    ``before_updates_s`` of it; ``blocking_*``: of those among them for which compute waits after ``blocking_hidden_s``;
+    ``*by_lane``: parameters that a lane's thread updates, and not the compute device in its memory;
+    ``coming_back_s``: what compute waits for activations
     that are needed back sooner than they can be (``coming_back_s``, each by itself); ``late_*``: of those after it,
     because their gradients come last or because the plan has a stage for them; ``next_*``: of those beside the forward,
     which updates what the step before left. Of both kinds the gradients were written to NVMe in the backward as far as

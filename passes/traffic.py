@@ -289,8 +289,9 @@ def _beside_forward_bytes(p: ParameterPlan, plan: Plan) -> int:
 def _beside_forward(updated: list[ParameterPlan]) -> dict[str, tuple[int, int]]:
     """Bytes that are read and written for the update of each of ``updated`` before the next forward may fetch it: of what is
     written only what it fetches."""
-    written = {p.name: p.bytes if p.home is Tier.NVME else 0 for p in updated}
-    return {p.name: (states_read_bytes([p]) + held_nvme_bytes([p]), written[p.name]) for p in updated}
+    return {
+        p.name: (states_read_bytes([p]) + held_nvme_bytes([p]), p.bytes if p.home is Tier.NVME else 0) for p in updated
+    }
 
 
 def held_nvme_bytes(updated: list[ParameterPlan]) -> int:

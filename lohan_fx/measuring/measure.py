@@ -49,9 +49,7 @@ _ROUNDS = 3  # a machine's speed drifts: rates are measured in turns, and the me
 _OTHER_LOAD = 0.1  # share of the processors that others may use before the rates are worth a warning
 _COPY_BYTES = 256 * 2**20  # several times any cache but the very largest
 _ADAM_CHUNK = 2**19
-_ADAM_CHUNKS = (
-    64  # of master and moments, 400 MB: a large server's processor has 100 MB and more in its cache (docs/0049)
-)
+_ADAM_CHUNKS = 64  # 400 MB of master and moments: a large server's cache may hold 100 (docs/0049)
 _ADAM_OPTIONS = AdamOptions(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, fused=True
 )
