@@ -31,6 +31,7 @@ __all__ = [
     "optimizer_stage",
     "ssd_seconds",
     "step_seconds",
+    "update_s",
     "values",
 ]
 
@@ -209,11 +210,15 @@ def step_seconds(work: Work, hw: HardwareProfile) -> float:
     return lohan.CORRECTED.seconds(values(work, hw))
 
 
+def update_s(parameters: int, hw: HardwareProfile) -> float:
+    """Seconds in which all cores update ``parameters``: ``cost_models.lohan.adam`` in numbers."""
+    return max(parameters / hw.adam_parameters_per_s, ADAM_TOUCHED_BYTES * parameters / hw.host_memory_bytes_per_s)
+
+
 def lane_update_s(parameters: int, hw: HardwareProfile) -> float:
     """Seconds in which a lane's thread updates ``parameters``: on a CPU that computes it has one core."""
-    rates = hw.adam_parameters_per_s, hw.host_memory_bytes_per_s
-    all_cores_s = max(parameters / rates[0], ADAM_TOUCHED_BYTES * parameters / rates[1])
-    return all_cores_s + ((hw.cpu_cores - 1) * parameters / rates[0] if hw.device == "cpu" else 0.0)
+    longer_s = (hw.cpu_cores - 1) * parameters / hw.adam_parameters_per_s if hw.device == "cpu" else 0.0
+    return update_s(parameters, hw) + longer_s
 
 
 def ssd_seconds(read_bytes: int, write_bytes: int, hw: HardwareProfile) -> float:

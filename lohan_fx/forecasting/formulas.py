@@ -50,7 +50,7 @@ def symbol_values(found: Forecast) -> dict[str, float]:
     rate = flops / work.forward_s if work.forward_s else math.inf
     free_host = plan.host_memory_bytes - found.prediction.peak_bytes["host"]
     mixed = min(ours["ssd_mixed_bytes_per_s"], hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s) or cost.NO_DRIVE
-    adam_s = max(trained / hw.adam_parameters_per_s, cost.ADAM_TOUCHED_BYTES * trained / hw.host_memory_bytes_per_s)
+    adam_s = cost.update_s(trained, hw)
     link = min(hw.h2d_bytes_per_s, hw.d2h_bytes_per_s)
     drives = float(max(len(hw.nvme), 1))
     return {

@@ -341,7 +341,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
     nothing = work_of(problem, {})
     q, h2d, d2h = Quantity, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s
     on_cpu = hw.device == "cpu"
-    adam_s = max(1 / hw.adam_parameters_per_s, cost.ADAM_TOUCHED_BYTES / hw.host_memory_bytes_per_s)
+    adam_s = cost.update_s(1, hw)
     copied_s = {q.SWAPPED: 1 / d2h} if on_cpu else {}
     returned_s = 0.0 if on_cpu else 1 / h2d
     next_on_device = {q.NEXT_UPDATED: adam_s + _one_core_s(hw)} if on_cpu else {}

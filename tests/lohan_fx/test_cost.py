@@ -16,10 +16,13 @@ from lohan_fx.cost import (
     backward_stage,
     coming_back_s,
     forward_stage,
+    lane_update_s,
     node_seconds,
     optimizer_stage,
     ssd_seconds,
+    update_s,
 )
+from lohan_fx.cost_models import lohan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.meta import Cost, Lane, Phase
 from lohan_fx.plan import Tier
@@ -197,6 +200,17 @@ def test_the_second_time_of_an_update_is_work_of_the_backward() -> None:
 def test_adam_is_bound_by_host_memory_where_that_is_slow() -> None:
     slow = replace(HW, host_memory_bytes_per_s=1000.0)
     assert backward_stage(WORK, slow).lanes_s["cpu"] == ADAM_TOUCHED_BYTES * 1000 / 1000.0
+
+
+@pytest.mark.parametrize("memory", [1e9, 1000.0])
+def test_an_update_takes_what_the_formula_has_for_it(memory: float) -> None:
+    hw = replace(HW, host_memory_bytes_per_s=memory)
+    found = lohan.adam(sympy.Integer(1000), sympy.Float(hw.adam_parameters_per_s), sympy.Float(memory))
+    assert update_s(1000, hw) == pytest.approx(float(found))
+    assert lane_update_s(1000, hw) == update_s(1000, hw)  # beside a GPU it has all cores
+    assert lane_update_s(1000, replace(hw, device="cpu", cpu_cores=3)) == pytest.approx(
+        update_s(1000, hw) + 2 * 1000 / 100.0
+    )
 
 
 def test_drives_do_one_thing_at_a_time() -> None:
