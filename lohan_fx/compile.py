@@ -205,7 +205,10 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
         runtime.abandon()
         raise
     except BaseException:
-        release(model)
+        if runtime.engine.inherited:  # its parent goes on
+            runtime.abandon()
+        else:
+            release(model)
         raise
     release(model)
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,12 +272,7 @@ class CompiledModel:
 
     def _at_exit(self) -> None:
         """A process that ends without ``release`` still removes its files; a forked child leaves its parent's alone."""
-        process = os.getpid()
-
-        def close() -> None:
-            if os.getpid() == process:
-                self._close(EXIT_TIMEOUT_S)
-
+        close = functools.partial(self._close, EXIT_TIMEOUT_S)
         atexit.register(close)
         self._restore.append(functools.partial(atexit.unregister, close))
         living.append(self)
@@ -619,6 +613,8 @@ class CompiledModel:
         self._close(timeout_s)
 
     def _close(self, timeout_s: float) -> None:
+        if self.engine.inherited:
+            return  # threads and files are the parent's
         self.memory.stop()
         try:
             self.engine.close(timeout_s=timeout_s)

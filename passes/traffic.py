@@ -80,7 +80,9 @@ def traffic(
     blocking = [p for p in early if p.name in ends.blocking and not p.in_memory_of(plan.device)]
     by_lane, late_by_lane = ([p for p in some if not p.stays_in_memory_of(plan.device)] for some in (early, late))
     fetched_nvme_bytes = _fetched(forward, homes, Tier.NVME)
-    fetches, updates = _bounds(halves, plan, ends, (early, late, next_), blocking, node_seconds, drives_s, by_lane_s)
+    fetches = _fetches(forward, homes, ends, next_, fetched_nvme_bytes, node_seconds, drives_s)
+    held = [*late, *next_]
+    updates = _updates(halves, plan, ends, early, held, blocking, node_seconds, drives_s, by_lane_s)
     return Work(
         forward_s=computed + handed_over * handover_s,
         backward_s=back + handed_back * handover_s + (node_seconds(_adam(on_gpu)) if on_gpu else 0.0),
@@ -135,40 +137,46 @@ def traffic(
     )
 
 
-def _bounds(
+def _fetches(
+    forward: GraphModule,
+    homes: Mapping[str, ParameterPlan],
+    ends: Ends,
+    next_: list[ParameterPlan],
+    fetched_nvme_bytes: int,
+    node_seconds: Callable[[Cost], float],
+    drives_s: Callable[[int, int], float] | None,
+) -> Bound:
+    """What bounds the fetches of the forward. ``next_``: what is updated beside it; ``fetched_nvme_bytes``: of what is not."""
+    last = Bound(
+        ends.last_fetch_s,
+        fetched_nvme_bytes + states_read_bytes(next_) + held_nvme_bytes(next_),
+        states_written_bytes(next_),
+    )
+    if drives_s is None:
+        return last
+    return fetch_bound(forward, _beside_forward(next_), homes, node_seconds, drives_s, last)
+
+
+def _updates(
     halves: Halves,
     plan: Plan,
     ends: Ends,
-    updated: tuple[list[ParameterPlan], list[ParameterPlan], list[ParameterPlan]],
+    early: list[ParameterPlan],
+    held: list[ParameterPlan],
     blocking: list[ParameterPlan],
     node_seconds: Callable[[Cost], float],
     drives_s: Callable[[int, int], float] | None,
     by_lane_s: Callable[[int], float],
-) -> tuple[Bound, Bound]:
-    """What bounds the fetches of the forward, and the updates of the backward. ``updated``: in the backward, after it, and in
-    the next forward."""
-    early, late, next_ = updated
-    homes = {p.name: p for p in plan.parameters}
-    fetches = Bound(
-        ends.last_fetch_s,
-        _fetched(halves.forward, homes, Tier.NVME) + states_read_bytes(next_) + held_nvme_bytes(next_),
-        states_written_bytes(next_),
-    )
-    updates = Bound(
-        ends.first_gradient_s,
-        states_read_bytes(early),
-        states_written_bytes(early) + held_nvme_bytes(late) + held_nvme_bytes(next_),
-    )
-    if drives_s is None:
-        return fetches, updates
-    fetches = fetch_bound(halves.forward, _beside_forward(next_), homes, node_seconds, drives_s, fetches)
-    if halves.backward is not None:
-        moved = {p.name: (states_read_bytes([p]), states_written_bytes([p])) for p in early}
-        moved |= {p.name: (0, held_nvme_bytes([p])) for p in (*late, *next_)}
-        first = {p.name: (states_read_bytes([p]), blocking_written_bytes([p], ends, plan.windows)) for p in blocking}
-        blocking_s = {p.name: max(by_lane_s(p.numel), drives_s(*first[p.name])) for p in blocking}
-        updates = update_bound(halves.backward, plan, moved, blocking_s, node_seconds, drives_s, updates)
-    return fetches, updates
+) -> Bound:
+    """What bounds the updates of the backward: ``early`` are updated in it, ``held`` later."""
+    first = Bound(ends.first_gradient_s, states_read_bytes(early), states_written_bytes(early) + held_nvme_bytes(held))
+    if drives_s is None or halves.backward is None:
+        return first
+    moved = {p.name: (states_read_bytes([p]), states_written_bytes([p])) for p in early}
+    moved |= {p.name: (0, held_nvme_bytes([p])) for p in held}
+    theirs = {p.name: (states_read_bytes([p]), blocking_written_bytes([p], ends, plan.windows)) for p in blocking}
+    blocking_s = {p.name: max(by_lane_s(p.numel), drives_s(*theirs[p.name])) for p in blocking}
+    return update_bound(halves.backward, plan, moved, blocking_s, node_seconds, drives_s, first)
 
 
 def ends_of(halves: Halves, plan: Plan, node_seconds: Callable[[Cost], float]) -> Ends:

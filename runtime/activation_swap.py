@@ -35,7 +35,7 @@ from lohan_fx.runtime.host_arena import HostArena, Region
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
 from lohan_fx.runtime.interrupts import interrupt_waits
-from lohan_fx.runtime.machine import SWAP_OUT_PRIORITY, Machine
+from lohan_fx.runtime.machine import FETCH_PRIORITY, SWAP_OUT_PRIORITY, Machine
 from lohan_fx.runtime.moments import Passing
 from lohan_fx.runtime.room import LEAST_BYTES
 from lohan_fx.runtime.state_buffer import cut
@@ -60,6 +60,7 @@ class _Swapped:
     region: Region | None = None
     extent: str | None = None
     extent_bytes: int = 0
+    priority: int = SWAP_OUT_PRIORITY
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -131,8 +132,9 @@ class ActivationSwap:
             pieces = [(0, nbytes)] if region is not None else machine.pieces(nbytes)
             left = Arrival(f"swap_out of {tuple(shown)}", len(pieces))
             self._away[key] = away = _Swapped(
-                left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent, size
-            )
+                left.label, shown, x.shape, x.stride(), x.dtype, nbytes, dense, left, region, extent, size,
+                machine.turns.here(SWAP_OUT_PRIORITY),
+            )  # fmt: skip
             handle = self._handle(key)
             self.leaving.take(held_bytes)
             off_device = Countdown(len(pieces), functools.partial(self.leaving.give_back, held_bytes))
@@ -168,7 +170,7 @@ class ActivationSwap:
             return
         try:
             write = functools.partial(self._write, away, buffer, offset, nbytes)
-            machine.ssd.submit(write, priority=SWAP_OUT_PRIORITY, label=away.label)
+            machine.ssd.submit(write, priority=away.priority, label=away.label)
         except BaseException as error:
             buffer.release()
             away.left.part_done(error)
@@ -263,14 +265,14 @@ class ActivationSwap:
         machine = self._machine
         if in_place and away.region is None:
             assert away.extent is not None
-            read_in_place(machine, back, away.extent, offset, flat, nbytes)
+            read_in_place(machine, back, away.extent, FETCH_PRIORITY, offset, flat, nbytes)
             return
         destination = cut(flat, offset, offset + nbytes)
         if away.region is not None:
             copy_in(machine, back, destination, away.region.tensor, passing)
         else:
             assert away.extent is not None
-            read_staged(machine, back, "swap_in", away.extent, offset, destination, passing)
+            read_staged(machine, back, "swap_in", away.extent, FETCH_PRIORITY, offset, destination, passing)
 
     def _abandon(self, key: int) -> None:
         """The handle died, and nobody fetched the tensor back.

@@ -25,7 +25,7 @@ from lohan_fx.runtime.checksum import Checksums
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, wait_for_all
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import wait_hearing
-from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
+from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import Residency
 from lohan_fx.runtime.state_buffer import Movement, StateBuffer, purpose_of
 
@@ -198,7 +198,7 @@ class ChunkPipeline:
         try:
             for extent, offset, memory, nbytes in job.states.to_read():
                 read = functools.partial(machine.read_to_update, extent, offset, memory, nbytes)
-                job.reads.append(machine.ssd.submit(read, priority=STATE_READ_PRIORITY, label=f"read {extent}"))
+                job.reads.append(machine.ssd.submit(read, priority=job.read_priority, label=f"read {extent}"))
         except BaseException as error:  # raised when it is this job's turn: another one may be at work here
             job.failure = error
 
@@ -212,7 +212,7 @@ class ChunkPipeline:
         done = Countdown(len(writes), functools.partial(self._written, job))
         for movement, checksums in writes:
             write = functools.partial(self._write, job, done, movement, checksums)
-            machine.ssd.submit(write, priority=STATE_WRITE_PRIORITY, label=f"write {movement[0]}")
+            machine.ssd.submit(write, priority=job.write_priority, label=f"write {movement[0]}")
         if not writes:
             self._finished(job, None)
 

@@ -21,7 +21,7 @@ from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.gradient_norm import norm_of
 from lohan_fx.runtime.host_pool import Buffer
 from lohan_fx.runtime.lanes import Work
-from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.machine import STATE_READ_PRIORITY, STATE_WRITE_PRIORITY, Machine
 from lohan_fx.runtime.slots import Chunk, Held
 from lohan_fx.runtime.state_buffer import Movement, StateBuffer
 
@@ -50,7 +50,7 @@ class ChunkUpdate:
     """One chunk's way. ``held``, ``adds`` and ``steps_done`` are of the moment the gradient was offered.
 
     ``factors``: what the gradient is multiplied by before the update. ``update``: the update of the whole parameter, for
-    those who wait for it. ``kept``: what of it is written.
+    those who wait for it. ``kept``: what of it is written. ``turn``: of the drives, where the next forward waits for it.
     ``gradient``: where the gradient was copied to; ``in_place``: the gradient itself, where host and device share memory.
     """
 
@@ -63,6 +63,7 @@ class ChunkUpdate:
     factors: tuple[float, ...] = ()
     update: Arrival | None = None
     kept: Kept = Kept.ALL
+    turn: int | None = None
     gradient: Buffer | None = None
     in_place: torch.Tensor | None = None
     left: Countdown | None = None
@@ -73,6 +74,14 @@ class ChunkUpdate:
     @property
     def updates(self) -> bool:
         return self.purpose is Purpose.APPLY
+
+    @property
+    def read_priority(self) -> int:
+        return STATE_READ_PRIORITY if self.turn is None else self.turn
+
+    @property
+    def write_priority(self) -> int:
+        return STATE_WRITE_PRIORITY if self.turn is None else self.turn
 
     @property
     def measures(self) -> bool:

@@ -11,6 +11,7 @@ Assumes: forwards, backwards and ``step`` are called one after the other (by one
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,20 @@ class Engine:
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
         self._closed = self._ended = False
+        self._process = os.getpid()
         ops.bind(self.slots, self)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has the threads and the files."""
+        return os.getpid() != self._process
+
+    def _refuse_if_inherited(self) -> None:
+        if self.inherited:
+            raise StepError(
+                f"this model was compiled by process {self._process}, whose forked child, process {os.getpid()}, has neither its "
+                "threads nor its files: compile a model of its own there, or lohan_fx.release(model) before the fork"
+            )
 
     # --- setting up -------------------------------------------------------------------------------------------
 
@@ -95,6 +109,7 @@ class Engine:
         (another input shape) only adds places. Raises ``StepError`` where updates of a step that is half done may be on their way
         to what is moved here.
         """
+        self._refuse_if_inherited()
         self.micro_batches.forward_begins()
         if self._machine is None:
             self._machine = self._set_up(plan)
@@ -128,10 +143,8 @@ class Engine:
             chunk_elements=windows.chunk_elements,
             window_bytes=windows.gradient_bytes,
         )
-        self.updates.connect(self._optimizer, shares_memory=machine.link.shares_memory)
-        self._stream = ParameterStream(
-            machine, self.slots, self.residency, self._optimizer.pending, self.updates.wanted
-        )
+        self.updates.connect(self._optimizer, machine.turns, shares_memory=machine.link.shares_memory)
+        self._stream = ParameterStream(machine, self.slots, self.residency, self._optimizer.pending)
         return machine
 
     def close(self, *, remove: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -176,6 +189,7 @@ class Engine:
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
         """Around a forward graph."""
+        self._refuse_if_inherited()
         self.micro_batches.forward_begins()
         if training:
             self.wear.step_begins()
@@ -193,6 +207,7 @@ class Engine:
     @contextmanager
     def backward(self, reached: Collection[int]) -> Iterator[None]:
         """Around a backward graph, which gives the slots ``reached`` a gradient."""
+        self._refuse_if_inherited()
         with self.updates.backward(reached):
             self.on_stage("backward")
             self.updates.settle_held()
@@ -214,6 +229,7 @@ class Engine:
     def step(self, counted: Callable[[], None] = lambda: None) -> Collection[int]:
         """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called where it is done, also
         if Ctrl-C keeps what follows from running."""
+        self._refuse_if_inherited()
         if self._closed:
             raise StepError(
                 "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
@@ -240,11 +256,13 @@ class Engine:
 
     def before_reading(self) -> None:
         """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done."""
+        self._refuse_if_inherited()
         self.micro_batches.refuse_if_unfinished("parameters or optimizer states were read")
         self._drain()
 
     def before_writing(self) -> None:
         """Before they are written from outside, which a torn step needs and one that only lacks ``step`` forbids."""
+        self._refuse_if_inherited()
         if not self.micro_batches.torn:
             self.micro_batches.refuse_if_unfinished("parameters or optimizer states were loaded")
             self._drain()
@@ -260,6 +278,7 @@ class Engine:
 
     def let_go(self) -> None:
         """Before the end: wait until nothing is under way, whatever has become of it."""
+        self._refuse_if_inherited()
         with contextlib.suppress(Exception):  # then the step is torn, which the caller asks for
             self.updates.finish_updates()
         self.updates.settle()

@@ -13,12 +13,18 @@ import torch
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
+from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.moments import Passing
 
 
 def read_in_place(
-    machine: Machine, arrival: Arrival, extent: str, offset: int, memory: torch.Tensor, nbytes: int
+    machine: Machine,
+    arrival: Arrival,
+    extent: str,
+    priority: int,
+    offset: int,
+    memory: torch.Tensor,
+    nbytes: int,
 ) -> None:
     """Read one piece of ``extent`` straight into its place in ``memory``."""
 
@@ -30,7 +36,7 @@ def read_in_place(
             raise
         arrival.part_done()
 
-    machine.ssd.submit(read, priority=FETCH_PRIORITY, label=arrival.label)
+    machine.ssd.submit(read, priority=priority, label=arrival.label)
 
 
 def read_staged(
@@ -38,6 +44,7 @@ def read_staged(
     arrival: Arrival,
     purpose: str,
     extent: str,
+    priority: int,
     offset: int,
     destination: torch.Tensor,
     passing: Passing,
@@ -56,7 +63,7 @@ def read_staged(
             raise
         copy_in(machine, arrival, destination, buffer.first(elements, dtype), passing, buffer.release)
 
-    machine.read_staged(purpose, arrival.label, read, arrival.part_done)
+    machine.read_staged(purpose, arrival.label, read, arrival.part_done, priority)
 
 
 def copy_in(

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,8 +20,10 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
+from lohan_fx.runtime.turns import Turns
 
-# GPU-critical reads go before optimizer I/O (mechanisms c3.11); what frees device memory goes between.
+# GPU-critical reads go before optimizer I/O (mechanisms c3.11); what frees device memory goes between. Beside updates that a
+# forward waits for, turns go before kinds (``turns``).
 FETCH_PRIORITY = 0
 SWAP_OUT_PRIORITY = 1
 STATE_READ_PRIORITY = 2
@@ -50,6 +52,7 @@ class Machine:
     moments: Lane
     windows: Windows
     landing: Room
+    turns: Turns[int] = field(default_factory=Turns)
     sums_beside_updates: bool = False
     """Whether the thread that updates a chunk finds its checksums too, while the chunk is in its cache: where it is the only one.
     Beside a GPU an update has many threads, and so have checksums: those of the drives."""
@@ -92,7 +95,12 @@ class Machine:
         return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
 
     def read_staged(
-        self, purpose: str, label: str, read: Callable[[Buffer], None], failed: Callable[[BaseException], None]
+        self,
+        purpose: str,
+        label: str,
+        read: Callable[[Buffer], None],
+        failed: Callable[[BaseException], None],
+        priority: int = FETCH_PRIORITY,
     ) -> None:
         """``read(buffer)`` on the ssd lane once ``purpose`` has a buffer, or ``failed(error)``.
 
@@ -102,7 +110,7 @@ class Machine:
 
         def submit(buffer: Buffer) -> None:
             try:
-                self.ssd.submit(functools.partial(read, buffer), priority=FETCH_PRIORITY, label=label)
+                self.ssd.submit(functools.partial(read, buffer), priority=priority, label=label)
             except BaseException as error:
                 buffer.release()
                 failed(error)

@@ -164,6 +164,9 @@ class OutOfCoreOptimizer:
                 self._again[slot] = [dataclasses.replace(job, kept=Kept.STATES, reads=[]) for job in jobs]
                 for job in jobs:
                     job.kept = Kept.COPY
+            turn = self._machine.turns.of(slot, None)
+            for job in jobs:
+                job.turn = turn
             self._begin(slot, jobs, self._pending, f"update of {parameter.name}")
 
     def _can_repeat(self, slot: int) -> bool:

@@ -20,7 +20,7 @@ from lohan_fx import ops
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
-from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.machine import FETCH_PRIORITY, Machine
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import cut
 
@@ -34,8 +34,8 @@ Parts = Sequence[Callable[[], object]]
 
 
 class ParameterStream:
-    """Brings parameters to the device. ``pending``: the update of a slot that is under way, or None; ``wanted`` is told what
-    compute goes on with, slot by slot."""
+    """Brings parameters to the device, and tells ``machine.turns`` what compute goes on with. ``pending``: the update of a slot
+    that is under way, or None."""
 
     def __init__(
         self,
@@ -43,13 +43,11 @@ class ParameterStream:
         slots: Mapping[int, ParameterSlot],
         residency: Mapping[int, Residency],
         pending: Callable[[int], Arrival | None],
-        wanted: Callable[[int], None],
     ) -> None:
         self._machine = machine
         self._slots = slots
         self._residency = residency
         self._pending = pending
-        self._wanted = wanted
 
     def fetch(self, slot: int) -> torch.Tensor:
         """Start bringing ``slot`` to the device; ``ops.wait`` on the result waits for it."""
@@ -57,7 +55,7 @@ class ParameterStream:
         machine, update = self._machine, self._pending(slot)
         if resident.compute is not None and resident.on_device:
             value = resident.compute.view(parameter.shape)
-            self._wanted(slot)  # what needs no transfer is fetched where it is used (``schedule``)
+            machine.turns.wanted(slot)  # what needs no transfer is fetched where it is used (``schedule``)
             if update is not None:
                 arrival = Arrival(f"fetch of {parameter.name}", 1, PATIENCE_S)
                 update.then(functools.partial(_start_after, update, arrival, [arrival.part_done]))
@@ -78,14 +76,14 @@ class ParameterStream:
         return value
 
     def _wait_for(self, slot: int, arrival: Arrival, value: torch.Tensor) -> None:
-        self._wanted(slot)
+        self._machine.turns.wanted(slot)
         wait_for(self._machine, arrival, value)
 
     def _in_place(self, parameter: ParameterSlot, arrival: Arrival, pieces: Pieces) -> tuple[torch.Tensor, Parts]:
         """The value, which lies on pages of its own, and what starts the reads straight into it."""
         machine = self._machine
         value, memory = machine.landing.on_pages(parameter.shape, parameter.compute_dtype)
-        read = functools.partial(read_in_place, machine, arrival, parameter.streamed_extent)
+        read = functools.partial(read_in_place, machine, arrival, parameter.streamed_extent, self._priority(parameter))
         return value, [functools.partial(read, offset, memory, nbytes) for offset, nbytes in pieces]
 
     def _by_way_of_host(
@@ -99,12 +97,16 @@ class ParameterStream:
         passing = machine.passing()
         if resident.compute is not None:
             return value, [functools.partial(copy_in, machine, arrival, flat, resident.compute, passing)]
-        read = functools.partial(read_staged, machine, arrival, "fetch", parameter.streamed_extent)
+        extent, priority = parameter.streamed_extent, self._priority(parameter)
+        read = functools.partial(read_staged, machine, arrival, "fetch", extent, priority)
         each = parameter.compute_dtype.itemsize
         return value, [
             functools.partial(read, offset, cut(flat, offset // each, (offset + nbytes) // each), passing)
             for offset, nbytes in pieces
         ]
+
+    def _priority(self, parameter: ParameterSlot) -> int:
+        return self._machine.turns.of(parameter.slot, FETCH_PRIORITY)
 
 
 def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:

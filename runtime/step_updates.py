@@ -22,6 +22,7 @@ from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.runtime.turns import Turns
 
 Options = Callable[[int], AdamOptions | None]
 """slot -> the hyper-parameters of its update now; None where the optimizer was not given that parameter."""
@@ -48,27 +49,23 @@ class StepUpdates:
         self.step = 0
         self.finished = 0
         self._dropped: set[int] = set()
-        self._wanted: dict[int, None] = {}
         self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
         self._optimizer: OutOfCoreOptimizer | None = None
+        self._turns: Turns[int] = Turns()
         self._in_place = False
 
-    def connect(self, optimizer: OutOfCoreOptimizer, *, shares_memory: bool) -> None:
-        """What updates is there. ``shares_memory``: host and device have one, so that a gradient can be held as it is."""
-        self._optimizer = optimizer
+    def connect(self, optimizer: OutOfCoreOptimizer, turns: Turns[int], *, shares_memory: bool) -> None:
+        """What updates is there, and its machine's ``turns``. ``shares_memory``: host and device have one, so that a gradient
+        can be held as it is."""
+        self._optimizer, self._turns = optimizer, turns
         self._in_place = shares_memory
 
     # --- a step's gradients arrive ----------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        self._wanted.clear()
-
-    def wanted(self, slot: int) -> None:
-        """Compute goes on with ``slot``: the order in which the next forward will want what is updated beside it. Fetches
-        have another, since those that the drives bring start early."""
-        self._wanted.setdefault(slot)
+        self._turns.forward_begins()
 
     @contextmanager
     def backward(self, reached: Collection[int]) -> Iterator[None]:
@@ -86,6 +83,7 @@ class StepUpdates:
                 "backward was called after the gradients of this step were clipped or unscaled: clip after the last backward, "
                 "and call optimizer.step(), or zero_grad() where a step is skipped, before the next one"
             )
+        self._turns.end()
         self._applying = self._micro_batches.backward_begins()
         self._reached = frozenset(reached)
         try:
@@ -210,6 +208,8 @@ class StepUpdates:
             self._apply(now)
             if now:
                 optimizer.barrier()
+            if later:
+                self._turns.begin()
             self._apply(later)
             self._repeat()
         except Exception as error:
@@ -255,7 +255,7 @@ class StepUpdates:
         """The slots whose gradients are held: those whose updates ``step`` waits for, and those that it only begins, as
         the forward wanted them: first those for which lanes work, then those that this thread updates at once meanwhile."""
         held = [slot for slot in self._slots if self._gradients.holds(slot)]
-        order = {slot: place for place, slot in enumerate(self._wanted)}
+        order = self._turns.places()
         held.sort(key=lambda slot: (self._ready().updated_here(slot), order.get(slot, len(order))))
         later = {slot for slot in held if self.holds or self._gradients.deferred(slot)}
         return [slot for slot in held if slot not in later], [slot for slot in held if slot in later]

@@ -40,13 +40,20 @@ StepSeconds = Callable[[Windows], float]
 @dataclass(frozen=True)
 class Staging:
     """What was chosen. ``step_s`` with it, ``least_s`` with ``LEAST_BUFFERS`` of everything, both simulated; ``began_s``
-    with what the planner began with; ``per_byte_s``: what a byte saves elsewhere."""
+    with what the planner began with; ``per_byte_s``: what a byte saves elsewhere. ``sized``: as many buffers as the planner
+    began with, of the sizes chosen; ``sized_s`` with those."""
 
     windows: Windows
     step_s: float
+    sized: Windows
+    sized_s: float
     began_s: float
     least_s: float
     per_byte_s: float
+
+    def with_fewer(self) -> Staging:
+        """The sizes alone."""
+        return dataclasses.replace(self, windows=self.sized, step_s=self.sized_s)
 
 
 def choose(
@@ -80,7 +87,7 @@ def choose(
                 best = asked
         return best
 
-    best = better(windows, (_resized(windows, factor) for factor in FACTORS)) if sizes else windows
+    best = sized = better(windows, (_resized(windows, factor) for factor in FACTORS)) if sizes else windows
     layer_chunks = -(-layer_elements // best.chunk_elements)
     for purpose in PURPOSES:
         if not (shared and purpose == "gradient_buffers"):  # gradients are updated where they are
@@ -89,7 +96,7 @@ def choose(
             best = better(best, _others(best, purpose, layer_chunks, least))
     best = _doubled(best, functools.cache(finer_s), price_s, layer_chunks) if finer_s is not None else best
     few = dataclasses.replace(best, **{purpose: min(getattr(best, purpose), LEAST_BUFFERS) for purpose in PURPOSES})
-    return Staging(best, seconds(best), seconds(windows), seconds(few), per_byte_s)
+    return Staging(best, seconds(best), sized, seconds(sized), seconds(windows), seconds(few), per_byte_s)
 
 
 def _doubled(best: Windows, step_s: StepSeconds, price_s: StepSeconds, most: int) -> Windows:

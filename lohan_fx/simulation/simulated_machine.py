@@ -1,8 +1,8 @@
 """simulated_machine: lanes, buffers, memory and rates of the machine that a step is simulated on.
 
 Mirrors what ``runtime/machine.py`` sets up from a plan's windows: the lanes and their threads, the priorities, and the
-reservations of the host pool. Where a step has more transfers than ``TRANSFERS``, several are simulated as one, which takes
-as many buffers as they do: totals and order stay, and a step takes within 3 % as long (docs/0011).
+reservations of the host pool; the turns are the runtime's own. Where a step has more transfers than ``TRANSFERS``, several are
+simulated as one, which takes as many buffers as they do: totals and order stay, and a step takes within 3 % as long (docs/0011).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.runtime.machine import SSD_THREADS
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
+from lohan_fx.runtime.turns import Turns
 from lohan_fx.simulation.contention import Contention
 from lohan_fx.simulation.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 
@@ -58,6 +59,7 @@ class SimulatedMachine:
         self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
         self._together = _together(plan, TRANSFERS if transfers is None else transfers)
         self.pool = {purpose: SimulatedShelf(self.clock, count) for purpose, count in self._buffers().items()}
+        self.turns: Turns[str] = Turns()
         self.compute = ComputeStream(self.clock, synchronous=self.on_cpu)
         self.memory = SimulatedMemory(self)
         self._interpreter_free_s = 0.0

@@ -36,6 +36,7 @@ class _Chunk:
     in_place: Countdown | None = None
     update: Countdown | None = None
     kept: Kept = Kept.ALL
+    turn: int | None = None
     has_buffer: bool = False
     reads: list[Signal] = field(default_factory=list)
 
@@ -61,8 +62,6 @@ class SimulatedOptimizer:
         self._taken: dict[str, None] = {}
         self.leaving: dict[str, None] = {}
         """The parameters whose gradients were handed over, and are still there."""
-        self.wanted: dict[str, None] = {}
-        """The parameters in the order in which the last forward waited for them; kept by who runs that."""
 
     # --- from the compute thread ------------------------------------------------------------------------------
 
@@ -140,13 +139,15 @@ class SimulatedOptimizer:
         """``engine.step``: the barrier, what is held, the barrier again, and the beginning of what the forward will wait
         for."""
         yield from self._barrier()
-        wanted = {name: place for place, name in enumerate(self.wanted)}
+        wanted = self._machine.turns.places()
         held = sorted(self._held, key=lambda p: (self._in_memory(p, holds=False), wanted.get(p.name, len(wanted))))
         self._held = []
         later = [p for p in held if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD]
         for parameter in (p for p in held if p not in later):
             yield from self._apply(parameter)
         yield from self._barrier()
+        if later:
+            self._machine.turns.begin()
         for parameter in later:
             yield from self._apply(parameter)
         self._repeat()
@@ -161,6 +162,9 @@ class SimulatedOptimizer:
             self._again[parameter.name] = [dataclasses.replace(chunk, kept=Kept.STATES, reads=[]) for chunk in chunks]
             for chunk in chunks:
                 chunk.kept = Kept.COPY
+        turn = self._machine.turns.of(parameter.name, None)
+        for chunk in chunks:
+            chunk.turn = turn
         if parameter.optimizer_runs is OptimizerTiming.NEXT_FORWARD:
             self._pending[parameter.name] = self._counted(chunks)
         self._begin(chunks)
@@ -248,7 +252,7 @@ class SimulatedOptimizer:
         requests = machine.of_chunk(chunk.elements)
         for extent, nbytes in writes:
             written = self._move(machine.writing(extent, nbytes, requests), requests, done.one_less)
-            machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY)
+            machine.ssd.submit(written, priority=STATE_WRITE_PRIORITY if chunk.turn is None else chunk.turn)
 
     def _start_reading(self, chunk: _Chunk) -> bool:
         purpose = self._purpose(chunk)
@@ -273,7 +277,7 @@ class SimulatedOptimizer:
             done = machine.clock.signal()
             chunk.reads.append(done)
             read = self._move(machine.reading(extent, nbytes, requests), requests, done.set)
-            machine.ssd.submit(read, priority=STATE_READ_PRIORITY)
+            machine.ssd.submit(read, priority=STATE_READ_PRIORITY if chunk.turn is None else chunk.turn)
 
     def _move(self, job: Job, requests: int, done: Callable[[], None]) -> Thread:
         yield from self._machine.in_python(requests)

@@ -157,9 +157,10 @@ class _Step:
 
     def _run_once(self) -> Thread:
         program, memory = self._program, self._machine.memory
-        self._optimizer.wanted.clear()
+        self._machine.turns.forward_begins()
         yield from self._stage("forward", program.forward, program.forward_base_bytes)
         if program.backward:
+            self._machine.turns.end()
             yield from self._stage("backward", program.backward, program.backward_base_bytes)
             yield from self._optimizer.step()
         done = self._machine.compute.mark()
@@ -205,7 +206,7 @@ class _Step:
                 self._transfers.swap_in(found)
             case Wait():
                 if (brought := self._brings.get(found.started)) is not None:
-                    self._optimizer.wanted.setdefault(brought)
+                    machine.turns.wanted(brought)
                 yield from self._transfers.wait(found)
             case Offload():
                 parameter = machine.parameters[found.parameter]

@@ -6,6 +6,7 @@ holds meanwhile, and what it hands to which lane.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class _Away:
     tier: Tier
     extent: str
     left: Signal
+    priority: int
 
 
 class SimulatedTransfers:
@@ -51,23 +53,20 @@ class SimulatedTransfers:
         arrived, after = machine.clock.signal(), machine.compute.mark()
         self._arrivals[found.node] = (label, arrived)
         self.coming_bytes += found.bytes if home is Tier.NVME else 0
-        if update is None or update.done:
-            self._start(found, home, label, after, arrived)
+        if home is Tier.HOST:
+            start = functools.partial(self._copy_in, label, found.bytes, after, arrived.set)
         else:
-            machine.clock.start(self._start_after(update, found, home, label, after, arrived))
+            extent, priority = f"{found.parameter}:compute", machine.turns.of(found.parameter, FETCH_PRIORITY)
+            start = functools.partial(self._bring, "fetch", extent, label, found.bytes, after, arrived.set, priority)
+        if update is None or update.done:
+            start()
+        else:
+            machine.clock.start(self._start_after(update, start))
 
-    def _start_after(
-        self, update: Signal, found: Fetch, home: Tier, label: str, after: Signal | None, arrived: Signal
-    ) -> Thread:
+    def _start_after(self, update: Signal, start: Callable[[], None]) -> Thread:
         """No thread of a lane waits for the update."""
         yield update
-        self._start(found, home, label, after, arrived)
-
-    def _start(self, found: Fetch, home: Tier, label: str, after: Signal | None, arrived: Signal) -> None:
-        if home is Tier.HOST:
-            self._copy_in(label, found.bytes, after, arrived.set)
-        else:
-            self._bring("fetch", f"{found.parameter}:compute", label, found.bytes, after, arrived.set)
+        start()
 
     def wait(self, found: Wait) -> Thread:
         """Blocks until what it waits for has arrived."""
@@ -87,7 +86,8 @@ class SimulatedTransfers:
         machine.memory.hand_over(found.held_bytes)
         if to_host:
             machine.memory.change(swapped=found.bytes)
-        away = _Away(found.bytes, found.tier, f"activation:{found.activation}", machine.clock.signal())
+        extent, priority = f"activation:{found.activation}", machine.turns.here(SWAP_OUT_PRIORITY)
+        away = _Away(found.bytes, found.tier, extent, machine.clock.signal(), priority)
         self._away[found.slot] = away
         pieces = [found.bytes] if to_host else machine.pieces(found.bytes)
         after = machine.compute.mark()
@@ -118,7 +118,7 @@ class SimulatedTransfers:
         yield machine.copying("d2h", label, nbytes)
         off_device.one_less()
         if away.tier is Tier.NVME:
-            machine.ssd.submit(self._write(away, nbytes, left), priority=SWAP_OUT_PRIORITY)
+            machine.ssd.submit(self._write(away, nbytes, left), priority=away.priority)
         else:
             left.one_less()
 
@@ -156,7 +156,14 @@ class SimulatedTransfers:
     # --- from the store to the device -------------------------------------------------------------------------
 
     def _bring(
-        self, purpose: str, extent: str, label: str, nbytes: int, after: Signal | None, arrived: Callable[[], None]
+        self,
+        purpose: str,
+        extent: str,
+        label: str,
+        nbytes: int,
+        after: Signal | None,
+        arrived: Callable[[], None],
+        priority: int = FETCH_PRIORITY,
     ) -> None:
         """Read in pieces, each through a buffer of ``purpose``, and copy each to the device. Where host and device share
         memory, read each to where it belongs."""
@@ -165,16 +172,16 @@ class SimulatedTransfers:
         landed = Countdown(len(pieces), arrived)
         for piece in pieces:
             if machine.on_cpu:
-                machine.ssd.submit(self._read_in_place(extent, piece, landed), priority=FETCH_PRIORITY)
+                machine.ssd.submit(self._read_in_place(extent, piece, landed), priority=priority)
                 continue
             buffers = machine.buffers(purpose, machine.of_io(piece))
             read = self._read(purpose, extent, label, piece, after, landed)
-            machine.clock.start(self._staged(purpose, buffers, read))
+            machine.clock.start(self._staged(purpose, buffers, read, priority))
 
-    def _staged(self, purpose: str, buffers: int, read: Thread) -> Thread:
+    def _staged(self, purpose: str, buffers: int, read: Thread, priority: int) -> Thread:
         """No thread of the ssd lane waits for a buffer (``machine.read_staged``)."""
         yield from self._machine.pool[purpose].acquire(buffers)
-        self._machine.ssd.submit(read, priority=FETCH_PRIORITY)
+        self._machine.ssd.submit(read, priority=priority)
 
     def _read_in_place(self, extent: str, nbytes: int, landed: Countdown) -> Thread:
         yield self._machine.reading(extent, nbytes, self._machine.of_io(nbytes))

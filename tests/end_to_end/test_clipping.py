@@ -24,6 +24,7 @@ from lohan_fx.plan import ParameterPlan, Tier
 from lohan_fx.planning import problem
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
+from lohan_fx.runtime.turns import FIRST
 from lohan_fx.simulation.simulated_optimizer import SimulatedOptimizer
 from tests.end_to_end.models import GPT2, LLAMA, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, Run, assert_same, assert_same_weights, weights_of
@@ -260,6 +261,44 @@ def test_updates_come_in_the_order_in_which_the_forward_wants_them(
         for step_events in (events, lohan_fx.simulate(model).events):
             updates = sorted((e for e in step_events if e.lane == "cpu"), key=lambda e: e.start_s)
             assert [e.label for e in updates] == wanted
+
+
+def test_drives_serve_first_what_the_forward_wants_first(on_nvme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fetch of what is used last and waits for no update goes behind the updates of what is used before it, and so it is
+    simulated."""
+    monkeypatch.setattr(problem, "SMALL_PARAMETER_ELEMENTS", 0)
+    model = PERCEPTRON.build()
+    model.down.weight.requires_grad_(False)
+    with on_nvme(model, hold_gradients=True):
+        plan = lohan_fx.prepare(model, **vectors())
+    parameters = tuple(dataclasses.replace(p, home=Tier.NVME, states_home=Tier.NVME) for p in plan.parameters)
+    with on_nvme(model, hold_gradients=True, plan=dataclasses.replace(plan, parameters=parameters)):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        step(model, optimizer)
+        model(**vectors()).loss.backward()
+        lohan_fx.clip_grad_norm_(model, MAX_NORM)
+        lane, submitted = compiled(model).engine._machine.ssd, list[tuple[str, int]]()
+        submit = lane.submit
+
+        def noted(fn: Any, *, priority: int, label: str) -> Any:
+            submitted.append((label, priority))
+            return submit(fn, priority=priority, label=label)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(lane, "submit", noted)
+            optimizer.step()
+            model(**vectors())
+        forward = compiled(model).halves[-1].forward
+        waits = forward.graph.find_nodes(op="call_function", target=ops.WAIT)
+        wanted = [meta.origin(node.args[0]) for node in waits]
+        turn = {name: FIRST + place for place, name in enumerate(wanted)}
+        assert "down.weight" in wanted[-2:] and len(submitted) > 2 * len(wanted)
+        for label, priority in submitted:
+            assert priority == next(turn[name] for name in wanted if name in label), label
+        events = lohan_fx.simulate(model).events
+        reads = {name: [e.start_s for e in events if e.label.startswith(f"read {name}:")] for name in wanted}
+        first = sorted(wanted[1:], key=lambda name: min(reads[name]))  # of the first two, the drives begin at once
+        assert first == wanted[1:]
 
 
 def hold_writes(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,54 @@ def test_an_error_in_the_users_loop(hw: HardwareProfile, tmp_path: Path) -> None
         train(model, lohan_fx.AdamW(model.parameters(), lr=LR), PERCEPTRON, 1)
         model(**vectors())
         raise KeyboardInterrupt
+    assert _left(tmp_path) == []
+
+
+def in_a_child(run: Callable[[], object]) -> str:
+    """What a forked child says of ``run()``: the error that it ends with, or nothing."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "something else"
+        try:
+            run()
+            said = ""
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(tell, said.encode())
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_child_is_refused_and_leaves_its_parents_training_alone(hw: HardwareProfile, tmp_path: Path) -> None:
+    """It has the model, and neither threads nor files: it would wait for ever, and end with the parent's files."""
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    train(expected, torch.optim.AdamW(expected.parameters(), lr=LR), PERCEPTRON, 4)
+    with lohan_fx.releasing(_compile(model, hw, tmp_path)):
+        optimizer, batch = lohan_fx.AdamW(model.parameters(), lr=LR), vectors()
+        assert "forked child" in in_a_child(lambda: model(**batch))  # which would set up the runtime
+        train(model, optimizer, PERCEPTRON, 2)
+        uses: list[Callable[[], object]] = [
+            lambda: model(**batch), model.eval().state_dict, optimizer.state_dict, optimizer.step,
+            lambda: lohan_fx.release(model), lambda: lohan_fx.checkpoint(model, optimizer),
+        ]  # fmt: skip
+        for use in uses:
+            assert in_a_child(use).startswith(f"StepError: this model was compiled by process {os.getpid()}")
+
+        def ends(error: BaseException) -> None:
+            with lohan_fx.releasing(model):
+                raise error
+
+        assert in_a_child(lambda: ends(SystemExit(0))).startswith("SystemExit")
+        assert in_a_child(lambda: ends(ValueError("theirs"))) == "ValueError: theirs"
+        assert in_a_child(lohan_fx.reset) == ""
+        train(model.train(), optimizer, PERCEPTRON, 2, seed=None)
+    assert_same_weights(weights_of(model), weights_of(expected))
     assert _left(tmp_path) == []
 
 

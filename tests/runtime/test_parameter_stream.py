@@ -50,7 +50,7 @@ def test_drives_serve_others_while_fetched_parameters_wait_for_the_device(tmp_pa
         value, memory = made.landing.on_pages(weight.shape, torch.float32)
         value.copy_(torch.arange(weight.numel))
         made.store.write(weight.master_extent, 0, memory, weight.compute_bytes)
-        stream = ParameterStream(made, {0: weight}, {0: Residency()}, lambda slot: None, lambda slot: None)
+        stream = ParameterStream(made, {0: weight}, {0: Residency()}, lambda slot: None)
         link = late(made)
         fetched = stream.fetch(0)
         _, page = made.landing.on_pages(torch.Size([IO_BYTES]), torch.uint8)

@@ -125,6 +125,21 @@ def test_larger_requests_are_taken_where_fewer_of_them_save_more_than_their_memo
     assert dear.chunk_elements <= BEGAN.chunk_elements
 
 
+def test_the_sizes_alone_are_told_too() -> None:
+    """What more buffers take from other uses is known at the margin only: the planner tries a plan without them."""
+
+    def step_s(windows: Windows) -> float:
+        return per_request(windows) + 0.01 * max(0, 50 - windows.gradient_buffers)
+
+    few = dataclasses.replace(BEGAN, gradient_buffers=25)
+    found = chosen(step_s, few, sizes=True)
+    fewer = found.with_fewer()
+    assert found.windows.gradient_buffers == 50 and fewer.windows.gradient_buffers == 25
+    assert staging.same_sizes(fewer.windows, found.windows) and not staging.same_sizes(fewer.windows, few)
+    assert (fewer.step_s, found.step_s) == (step_s(fewer.windows), step_s(found.windows))
+    assert (fewer.began_s, fewer.least_s) == (found.began_s, found.least_s)
+
+
 def test_smaller_requests_give_memory_back_where_large_ones_save_nothing() -> None:
     found = chosen(lambda windows: 10.0, sizes=True, per_byte_s=1e-9).windows
     assert found.chunk_elements == BEGAN.chunk_elements // 2 == staging.least_chunk_elements(BEGAN)
