@@ -22,15 +22,14 @@ from lohan_fx.parameters.shell import Shell
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
-from lohan_fx.passes.liveness import rises
 from lohan_fx.passes.symbolic_sizes import hold_up_to_traced
-from lohan_fx.passes.touched_values import outliving_bytes
+from lohan_fx.passes.touched_values import brought_rises, heap_rises, outliving_bytes, outliving_rises
 from lohan_fx.passes.traffic import swap_sizes_bytes
 from lohan_fx.pipeline import compile_inference, compile_training, replan
 from lohan_fx.plan import Plan
 from lohan_fx.planning.waiting_forwards import kept_output
 from lohan_fx.request import Request
-from lohan_fx.runtime.resident_limit import Rises
+from lohan_fx.runtime.resident_limit import Rise, Rises
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
 
@@ -156,9 +155,13 @@ def _let_backward_run_again() -> None:
 
 def _host_rises(halves: Halves, plan: Plan) -> dict[str, Rises]:
     """What each half takes of host memory from look to look (``ResidentLimit``): nothing where a GPU has what it makes."""
-    apart = {half: one.offsets.keys() for half, one in halves.assigned.items()}
-    found = rises(halves, plan, elsewhere=apart)
-    return {half: of_half if plan.device == "cpu" else {} for half, of_half in found.items()}
+    if plan.device != "cpu":
+        return {half: {} for half, _ in halves.graphs()}
+    each = [found(halves, plan) for found in (heap_rises, brought_rises, outliving_rises)]
+    return {
+        half: {slot: Rise(*(found[half][slot] for found in each)) for slot in each[0][half]}
+        for half, _ in halves.graphs()
+    }
 
 
 def shells_among(example_inputs: Sequence[Any]) -> dict[int, ParameterInput]:

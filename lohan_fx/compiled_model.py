@@ -113,7 +113,7 @@ class CompiledModel:
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
-        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back)
+        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back, engine.growth_bytes)
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
 

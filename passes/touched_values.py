@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from lohan_fx import ops
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import Transit, alive
+from lohan_fx.passes.liveness import Transit, alive, rises
 from lohan_fx.plan import Plan
 
 _Names = Mapping[str, frozenset[str]]
@@ -24,20 +24,26 @@ _Names = Mapping[str, frozenset[str]]
 def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) -> int:
     """Bytes of all stretches, as far as they are used, and of the heap. With ``transit``, what is not there yet counts
     nowhere, although it has its place."""
-    brought = _brought(halves)
-    outliving = _outliving(halves)
-    placed = {
-        half: brought[half]
-        | outliving[half]
-        | (halves.assigned[half].offsets.keys() if half in halves.assigned else set())
-        for half in brought
-    }
-    heap = {half: names - placed[half] for half, names in _every(halves).items()}
     coming = {} if transit is None else dict(_coming(halves, transit))
-    there = _at_each_op(halves, plan, brought, transit)
+    there = _at_each_op(halves, plan, _brought(halves), transit)
     arrived = max(0, *(nbytes - coming.get((half, op), 0) for half, op, nbytes in there))
-    in_heap = max(_alive(halves, plan, heap, transit))
+    in_heap = max(_alive(halves, plan, _in_heap(halves), transit))
     return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + arrived + in_heap
+
+
+def heap_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
+    """``liveness.rises`` of what the heap has."""
+    return rises(halves, plan, elsewhere=_others(halves, _in_heap(halves)))
+
+
+def brought_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
+    """``liveness.rises`` of what drives bring, and of what returns from memory."""
+    return rises(halves, plan, elsewhere=_others(halves, _brought(halves)))
+
+
+def outliving_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
+    """``liveness.rises`` of what outlives a graph and has a place."""
+    return rises(halves, plan, elsewhere=_others(halves, _outliving(halves)))
 
 
 def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str], int]]:
@@ -71,8 +77,19 @@ def _outliving(halves: Halves) -> _Names:
     return {half: found.get(half, frozenset()) | made for half, _ in halves.graphs()}
 
 
+def _in_heap(halves: Halves) -> _Names:
+    brought, outliving = _brought(halves), _outliving(halves)
+    assigned = {half: one.offsets.keys() for half, one in halves.assigned.items()}
+    placed = {half: brought[half] | outliving[half] | assigned.get(half, set()) for half in brought}
+    return _others(halves, placed)
+
+
 def _every(halves: Halves) -> _Names:
     return {half: frozenset(n.name for n in gm.graph.nodes) for half, gm in halves.graphs()}
+
+
+def _others(halves: Halves, names: _Names) -> _Names:
+    return {half: every - names[half] for half, every in _every(halves).items()}
 
 
 def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None = None) -> Iterator[int]:
@@ -81,5 +98,4 @@ def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None = 
 
 
 def _at_each_op(halves: Halves, plan: Plan, names: _Names, transit: Transit | None) -> Iterator[tuple[str, str, int]]:
-    others = {half: every - names[half] for half, every in _every(halves).items()}
-    return alive(halves, plan, elsewhere=others, transit=transit)
+    return alive(halves, plan, elsewhere=_others(halves, names), transit=transit)

@@ -32,7 +32,7 @@ from lohan_fx.runtime.micro_batches import MicroBatches
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.parameter_stream import ParameterStream
-from lohan_fx.runtime.resident_limit import ResidentLimit
+from lohan_fx.runtime.resident_limit import ResidentLimit, Rise
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.states import States
@@ -297,6 +297,13 @@ class Engine:
         self.room.return_free_memory()
         if self._machine is not None:
             self._machine.landing.return_free_memory()
+
+    def growth_bytes(self, rise: Rise) -> int:
+        """By how much at the most the process grows as graphs take ``rise``, with what is free in RAM. Any thread."""
+        brought = (
+            self._machine.landing.growth_bytes(rise.brought_bytes) if self._machine is not None else rise.brought_bytes
+        )
+        return rise.heap_bytes + brought + self.room.growth_bytes(rise.outliving_bytes)
 
     def memory_use(self) -> MemoryUse:
         """What is in host memory now. Any thread."""

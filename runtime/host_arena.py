@@ -7,6 +7,7 @@ back is merged with its neighbours. Any thread.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +48,17 @@ class HostArena:
             assert self._memory is None, "an arena has one stretch of memory"
             self._memory, self._holes = memory, [(0, memory.numel())]
 
-    def take(self, nbytes: int) -> Region | None:
-        """A place of ``nbytes``, or None."""
+    def take(self, nbytes: int, prefers: Callable[[int, int], bool] = lambda offset, nbytes: True) -> Region | None:
+        """A place of ``nbytes``, or None: the first of those that ``prefers(offset, bytes)``, else the first."""
         wanted = page_padded_bytes(nbytes)
         with self._lock:
-            for index, (offset, size) in enumerate(self._holes):
-                if size >= wanted and self._memory is not None:
-                    self._holes[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
-                    return Region(self._memory, offset, nbytes, wanted)
-        return None
+            fitting = [index for index, (_, size) in enumerate(self._holes) if size >= wanted]
+            if not fitting or self._memory is None:
+                return None
+            index = next((i for i in fitting if prefers(self._holes[i][0], wanted)), fitting[0])
+            offset, size = self._holes[index]
+            self._holes[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
+            return Region(self._memory, offset, nbytes, wanted)
 
     def give_back(self, region: Region) -> None:
         """Free ``region`` again."""

@@ -7,7 +7,8 @@ Guarantees: a look costs microseconds below the limit. Above it, it asks again o
 twice as much each time that it asked in vain again: where others in the process took memory, the limit is passed for good.
 So it is not asked while the process grows by as much as it is beyond the limit, with all given back, and ``STEP_BYTES``;
 where giving back helps, or below the limit, the first step counts again. What the graph takes until the next look counts as
-taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters.
+taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters. Of what it takes in a ``Room``, only
+as much as was not in RAM yet: what is free there would be given back to be cleared by the kernel again at once.
 """
 
 from __future__ import annotations
@@ -17,22 +18,37 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 STEP_BYTES = 16 << 20
 IN_VAIN_BYTES = STEP_BYTES // 2
 """Who gave back less gave back in vain."""
 
-Rises = Mapping[int | None, int]
-"""Slot whose fetch or gradient is looked at (None: the graph's beginning) -> bytes that the graph takes at the most, beyond
-those of that moment, until the next look."""
+
+class Rise(NamedTuple):
+    """Bytes that a graph takes at the most beyond those of a moment: of the heap, of the room for what is brought to it, and of
+    that for what outlives it."""
+
+    heap_bytes: int
+    brought_bytes: int
+    outliving_bytes: int
+
+
+Rises = Mapping[int | None, Rise]
+"""Slot whose fetch or gradient is looked at (None: the graph's beginning) -> what the graph takes until the next look."""
+_NO_RISE = Rise(0, 0, 0)
 
 
 class ResidentLimit:
-    """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never."""
+    """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never.
+    ``growth_bytes(rise)``: by how much at the most the process grows by it, ``sum(rise)`` or less."""
 
-    def __init__(self, limit_bytes: int | None, give_back: Callable[[], None]) -> None:
+    def __init__(
+        self, limit_bytes: int | None, give_back: Callable[[], None], growth_bytes: Callable[[Rise], int] = sum
+    ) -> None:
         self._promised_bytes = self._limit_bytes = limit_bytes
         self._give_back = give_back
+        self._growth_bytes = growth_bytes
         self._again_bytes = 0
         self._step_bytes = STEP_BYTES
         self._rises: Rises = {}
@@ -51,8 +67,10 @@ class ResidentLimit:
     def look(self, slot: int | None) -> None:
         if self._limit_bytes is None:
             return
-        rise_bytes = self._rises.get(slot, 0)
+        rise_bytes = sum(rise := self._rises.get(slot, _NO_RISE))
         before_bytes = resident_bytes()
+        if before_bytes + rise_bytes > self._limit_bytes:
+            rise_bytes = self._growth_bytes(rise)
         if before_bytes + rise_bytes <= self._limit_bytes:
             self._step_bytes = STEP_BYTES
         if before_bytes + rise_bytes <= max(self._limit_bytes, self._again_bytes):

@@ -5,8 +5,8 @@ value itself. And what a graph makes and leaves behind is written where it stays
 take them back, a fault each time; its pages are small ones, and its holes cannot be foreseen.
 
 Guarantees: a place is free again when the last view of its value died; where nothing is free, the heap takes the value.
-Resident as far as touched. Any thread. Assumes: what is read into a place has arrived before its value dies (``ops.expect``
-holds it).
+Resident as far as touched, and what was touched is taken first. Any thread. Assumes: what is read into a place has arrived
+before its value dies (``ops.expect`` holds it).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Room:
         self._region: mmap.mmap | None = None
         self._begin = self._address = self._values = 0
         self._arena = HostArena(None)
+        self._touched = bytearray()  # by huge page, 1 where a value has lain since the system had it last
         self._left: deque[Region] = deque()
 
     def reserve(self, nbytes: int) -> None:
@@ -86,10 +87,11 @@ class Room:
             self._clear()
             if self._foreseen_bytes > self._nbytes and not self._values:
                 self._map()
-            region = self._arena.take(nbytes)
+            region = self._arena.take(nbytes, self._is_touched)
             if region is None:
                 return None
             self._values += 1
+            self._mark(region.offset // HUGE_PAGE_BYTES, -(-(region.offset + nbytes) // HUGE_PAGE_BYTES), touched=True)
             memory = (ctypes.c_uint8 * nbytes).from_address(self._address + region.offset)
             # Storages hold ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
             # holds a lock; so it only takes a note.
@@ -101,6 +103,11 @@ class Room:
         self._region, self._begin = map_memory(self._nbytes)
         memory = torch.frombuffer(self._region, dtype=torch.uint8, count=self._nbytes, offset=self._begin)
         self._arena, self._address = HostArena(memory), memory.data_ptr()
+        self._touched = bytearray(-(-self._nbytes // HUGE_PAGE_BYTES))
+
+    def _mark(self, begin: int, end: int, *, touched: bool) -> None:
+        """From page to page."""
+        self._touched[begin:end] = bytes([touched]) * (end - begin)
 
     def _clear(self) -> None:
         while self._left:
@@ -112,6 +119,24 @@ class Room:
         with self._lock:
             return (self._address, self._nbytes) if self._region is not None else (0, 0)
 
+    def growth_bytes(self, nbytes: int) -> int:
+        """By how much the process grows at the most as a value of ``nbytes`` comes to lie in it: by what the longest free stretch
+        in RAM lacks. Several values may find shorter ones, too, or leave some of it free."""
+        with self._lock:
+            self._clear()
+            untouched_bytes = max(self._foreseen_bytes, self._nbytes) - sum(self._touched) * HUGE_PAGE_BYTES
+            longest_bytes = max((self._touched_bytes(*hole) for hole in self._arena.holes()), default=0)
+        return max(0, min(nbytes - longest_bytes, untouched_bytes))
+
+    def _is_touched(self, offset: int, nbytes: int) -> bool:
+        return self._touched_bytes(offset, nbytes) == nbytes
+
+    def _touched_bytes(self, offset: int, nbytes: int) -> int:
+        """Of a hole, in one stretch from its beginning."""
+        begin, end = offset // HUGE_PAGE_BYTES, -(-(offset + nbytes) // HUGE_PAGE_BYTES)
+        first = self._touched.find(0, begin, end)
+        return nbytes if first < 0 else max(0, first * HUGE_PAGE_BYTES - offset)
+
     def return_free_memory(self) -> None:
         """Give the huge pages that no value lies in back to the system."""
         with self._lock:
@@ -121,11 +146,12 @@ class Room:
                 end = (offset + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
                 if end > begin and self._region is not None:
                     self._region.madvise(mmap.MADV_DONTNEED, self._begin + begin, end - begin)
+                    self._mark(begin // HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES, touched=False)
 
     def close(self) -> None:
         """Give the memory back, once the last value in it has died. What is made from now on is the heap's."""
         with self._lock:
             self._foreseen_bytes = self._nbytes = self._values = 0
-            self._region = None
+            self._region, self._touched = None, bytearray()
             self._arena = HostArena(None)
             self._left = deque()  # what still lives takes its note elsewhere

@@ -9,8 +9,18 @@ import pytest
 
 from lohan_fx.passes.assign_buffers import assign_buffers, shared_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import alive, device_peak
-from lohan_fx.passes.touched_values import _alive, _every, _outliving, brought_bytes, outliving_bytes, touched_bytes
+from lohan_fx.passes.liveness import alive, device_peak, rises
+from lohan_fx.passes.touched_values import (
+    _alive,
+    _every,
+    _outliving,
+    brought_bytes,
+    brought_rises,
+    heap_rises,
+    outliving_bytes,
+    outliving_rises,
+    touched_bytes,
+)
 from lohan_fx.plan import Plan
 from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
 
@@ -55,6 +65,20 @@ def test_together_the_values_of_all_places_are_all_values(decision: str) -> None
         strict=True,
     ):
         assert total == sum(parts)
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_rises_of_all_places_are_at_least_those_of_what_lives(decision: str) -> None:
+    """What dies in one place leaves no room in another."""
+    halves, plan = graphs(decision)
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    apart = {half: one.offsets.keys() for half, one in halves.assigned.items()}
+    parts = [found(halves, plan) for found in (heap_rises, brought_rises, outliving_rises)]
+    for half, of_half in rises(halves, plan, elsewhere=apart).items():
+        assert all(part[half].keys() == of_half.keys() for part in parts)
+        for slot, nbytes in of_half.items():
+            assert nbytes <= sum(part[half][slot] for part in parts)
+    assert any(nbytes for of_half in parts[2].values() for nbytes in of_half.values())
 
 
 def test_what_the_forward_leaves_counts_in_the_backward_too() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lohan_fx import process_memory
 from lohan_fx.runtime import resident_limit
-from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, resident_bytes
+from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rise, resident_bytes
 
 LIMIT = 1 << 30
 
@@ -92,7 +92,7 @@ def test_what_comes_until_the_next_look_counts_as_taken(monkeypatch: pytest.Monk
     asked: list[int] = []
     monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now[0])
     limit = ResidentLimit(LIMIT, lambda: asked.append(now[0]))
-    limit.begin({None: LIMIT // 2, 7: LIMIT // 4, 8: LIMIT})
+    limit.begin({None: Rise(LIMIT // 4, LIMIT // 8, LIMIT // 8), 7: Rise(0, LIMIT // 4, 0), 8: Rise(LIMIT, 0, 0)})
     assert asked == []
     limit.look(7)
     assert asked == []
@@ -105,8 +105,26 @@ def test_what_comes_until_the_next_look_counts_as_taken(monkeypatch: pytest.Monk
     assert len(asked) == 1
     limit.look(8)
     assert len(asked) == 2
-    ResidentLimit(LIMIT, lambda: asked.append(0)).begin({None: LIMIT})
+    ResidentLimit(LIMIT, lambda: asked.append(0)).begin({None: Rise(LIMIT, 0, 0)})
     assert asked[2:] == [0]
+
+
+def test_what_has_memory_already_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, in_ram, asked, found = [LIMIT - 10], [0], list[int](), list[Rise]()
+    monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now[0])
+
+    def growth_bytes(rise: Rise) -> int:
+        found.append(rise)
+        return sum(rise) - in_ram[0]
+
+    limit = ResidentLimit(LIMIT, lambda: asked.append(now[0]), growth_bytes)
+    limit.begin({None: Rise(1, 2, 3), 7: Rise(10, 20, 30), 8: Rise(10, 20, 31)})
+    assert not found, "nobody asks below the limit"
+    in_ram[0] = 50
+    limit.look(7)
+    assert found == [Rise(10, 20, 30)] and not asked
+    limit.look(8)
+    assert asked == [LIMIT - 10]
 
 
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

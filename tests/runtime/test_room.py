@@ -66,6 +66,44 @@ def test_the_place_of_a_dead_value_is_anothers() -> None:
         del other, part
 
 
+def value_in(room: Room, pages: float) -> torch.Tensor:
+    value = room.on_pages(torch.Size((int(pages * HUGE_PAGE_BYTES),)), torch.uint8)[0]
+    assert inside(room, value)
+    return value
+
+
+def test_what_is_in_ram_is_taken_first_and_nothing_grows_by_it() -> None:
+    room = room_of(8 * HUGE_PAGE_BYTES)
+    assert room.growth_bytes(HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    first, second, third = (value_in(room, 2) for _ in range(3))
+    begin = first.data_ptr()
+    del first, third
+    gc.collect()
+    assert room.growth_bytes(2 * HUGE_PAGE_BYTES) == 0
+    assert room.growth_bytes(3 * HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    room.return_free_memory()
+    assert room.growth_bytes(2 * HUGE_PAGE_BYTES) == 2 * HUGE_PAGE_BYTES
+    again = value_in(room, 1)
+    del again
+    gc.collect()
+    assert room.growth_bytes(HUGE_PAGE_BYTES) == 0 < room.growth_bytes(2 * HUGE_PAGE_BYTES)
+    behind = value_in(room, 2), value_in(room, 1.5)  # of two holes the first is half in RAM, the second not at all
+    assert behind[0].data_ptr() == begin
+    del behind
+    gc.collect()
+    room.close()
+    assert room.growth_bytes(HUGE_PAGE_BYTES) == 0  # what comes now is the heap's
+    del second
+
+
+def test_it_grows_by_no_more_than_it_has() -> None:
+    room = room_of(ROOM_BYTES)
+    assert room.growth_bytes(1 << 40) == room._foreseen_bytes
+    value = value_in(room, 3)
+    assert room.growth_bytes(1 << 40) <= 2 * HUGE_PAGE_BYTES
+    del value
+
+
 @pytest.mark.parametrize("room_bytes", [0, ROOM_BYTES])
 def test_small_values_are_the_heaps(room_bytes: int) -> None:
     room = room_of(room_bytes)
