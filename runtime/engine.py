@@ -299,7 +299,7 @@ class Engine:
             self._machine.landing.return_free_memory()
 
     def growth_bytes(self, rise: Rise) -> int:
-        """By how much at the most the process grows as graphs take ``rise``, with what is free in RAM. Any thread."""
+        """By how much the process grows as graphs take ``rise``, if one stretch of each room takes all of it. Any thread."""
         brought = (
             self._machine.landing.growth_bytes(rise.brought_bytes) if self._machine is not None else rise.brought_bytes
         )

@@ -41,7 +41,7 @@ _NO_RISE = Rise(0, 0, 0)
 
 class ResidentLimit:
     """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never.
-    ``growth_bytes(rise)``: by how much at the most the process grows by it, ``sum(rise)`` or less."""
+    ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)`` or less."""
 
     def __init__(
         self, limit_bytes: int | None, give_back: Callable[[], None], growth_bytes: Callable[[Rise], int] = sum

@@ -120,8 +120,8 @@ class Room:
             return (self._address, self._nbytes) if self._region is not None else (0, 0)
 
     def growth_bytes(self, nbytes: int) -> int:
-        """By how much the process grows at the most as a value of ``nbytes`` comes to lie in it: by what the longest free stretch
-        in RAM lacks. Several values may find shorter ones, too, or leave some of it free."""
+        """By how much the process grows, at the most, as one value of ``nbytes`` comes to lie in it: by what the longest free
+        stretch in RAM lacks. Of several, some may lie elsewhere: the next look at what is resident sees it."""
         with self._lock:
             self._clear()
             untouched_bytes = max(self._foreseen_bytes, self._nbytes) - sum(self._touched) * HUGE_PAGE_BYTES

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lohan_fx.commands import plan_command
 from lohan_fx.commands.cli import main
 from lohan_fx.forecasting import forecast as forecasting
 from lohan_fx.forecasting import what_if
@@ -21,13 +22,14 @@ from lohan_fx.forecasting.forecast import ENDURANCE_WRITES, YEAR_S, Asked, Subje
 from lohan_fx.forecasting.meta_capture import meta_capture
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.hardware_file import write
-from lohan_fx.models.model_source import source_of
+from lohan_fx.models.model_source import ModelSource, source_of
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import Plan, Windows
 from lohan_fx.planning.budgets import staging_bytes
 from lohan_fx.simulation.simulator import simulate
 
 CONFIG = {"model_type": "gpt2", "n_embd": 128, "n_layer": 7, "n_head": 2, "vocab_size": 512, "n_positions": 128}
+CAPTURED: dict[tuple[Any, ...], Subject] = {}
 PRESET = "rtx4090-12xP5510"
 FUNCTIONS = """
 import torch
@@ -84,11 +86,23 @@ def bf16():
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
-    """A folder with the config of a small model."""
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path / "small")
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with the config of a small model, which is captured once for all tests: plans leave a capture as it is."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    capture = plan_command._captured
+
+    def once(source: ModelSource, *shape: Any, **options: Any) -> Subject:
+        if source.name != folder.name or json.loads((folder / "config.json").read_text()) != CONFIG:
+            return capture(source, *shape, **options)
+        key = *shape, *options.values()
+        if key not in CAPTURED:
+            CAPTURED[key] = capture(source, *shape, **options)
+        return CAPTURED[key]
+
+    monkeypatch.setattr(plan_command, "_captured", once)
+    return str(folder)
 
 
 @pytest.fixture
