@@ -120,13 +120,11 @@ class Room:
             return (self._address, self._nbytes) if self._region is not None else (0, 0)
 
     def growth_bytes(self, nbytes: int) -> int:
-        """By how much the process grows, at the most, as one value of ``nbytes`` comes to lie in it: by what the longest free
-        stretch in RAM lacks. Of several, some may lie elsewhere: the next look at what is resident sees it."""
+        """By how much the process grows as ``nbytes`` of values come to lie in it, if they lie together: by what the longest free
+        stretch in RAM lacks, which the room has elsewhere, or the heap."""
         with self._lock:
             self._clear()
-            untouched_bytes = max(self._foreseen_bytes, self._nbytes) - sum(self._touched) * HUGE_PAGE_BYTES
-            longest_bytes = max((self._touched_bytes(*hole) for hole in self._arena.holes()), default=0)
-        return max(0, min(nbytes - longest_bytes, untouched_bytes))
+            return max(0, nbytes - max((self._touched_bytes(*hole) for hole in self._arena.holes()), default=0))
 
     def _is_touched(self, offset: int, nbytes: int) -> bool:
         return self._touched_bytes(offset, nbytes) == nbytes
