@@ -6,13 +6,17 @@ INSTALLED := .venv/.installed
 WORKERS ?= 2
 QUIET := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1
 
-.PHONY: demo test lint check wheel-check clean
+.PHONY: demo test test-exhaustive lint check wheel-check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/finetune_llama.py $(ARGS)
 
 test: $(INSTALLED)
 	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+# All combinations of parameters, and three times as many examples of each property (tests/exhaustive.py).
+test-exhaustive: $(INSTALLED)
+	LOHAN_EXHAUSTIVE=1 $(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

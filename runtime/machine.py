@@ -100,7 +100,7 @@ class Machine:
         label: str,
         read: Callable[[Buffer], None],
         failed: Callable[[BaseException], None],
-        priority: int = FETCH_PRIORITY,
+        priority: int,
     ) -> None:
         """``read(buffer)`` on the ssd lane once ``purpose`` has a buffer, or ``failed(error)``.
 

@@ -3,8 +3,9 @@
 Activations of many sizes come and go among those that stay, and what was freed in between counts as resident until the
 C library is asked to return it. That takes milliseconds, so it is asked only where the limit is passed.
 
-Guarantees: a look costs microseconds below the limit. Above it, it asks again only after ``STEP_BYTES`` more, and after
-twice as much each time that it asked in vain again: where others in the process took memory, the limit is passed for good.
+Guarantees: a look costs microseconds below the limit. Above it, it asks again only after ``STEP_BYTES`` more, or as soon as that
+much beyond the limit is passed, and after twice as much each time that it asked in vain again: where others in the process took
+memory, the limit is passed for good.
 So it is not asked while the process grows by as much as it is beyond the limit, with all given back, and ``STEP_BYTES``;
 where giving back helps, or below the limit, the first step counts again. What the graph takes until the next look counts as
 taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters. Of what it takes in a ``Room``, only
@@ -41,7 +42,8 @@ _NO_RISE = Rise(0, 0, 0)
 
 class ResidentLimit:
     """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never.
-    ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)`` or less."""
+    ``STEP_BYTES`` more is what should never be passed. ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)``
+    or less."""
 
     def __init__(
         self, limit_bytes: int | None, give_back: Callable[[], None], growth_bytes: Callable[[Rise], int] = sum
@@ -65,14 +67,15 @@ class ResidentLimit:
         self.look(None)
 
     def look(self, slot: int | None) -> None:
-        if self._limit_bytes is None:
+        if self._limit_bytes is None or self._promised_bytes is None:
             return
         rise_bytes = sum(rise := self._rises.get(slot, _NO_RISE))
         before_bytes = resident_bytes()
         if before_bytes + rise_bytes > self._limit_bytes:
             rise_bytes = self._growth_bytes(rise)
+        never_bytes = self._promised_bytes + STEP_BYTES
         if before_bytes + rise_bytes <= self._limit_bytes:
-            self._step_bytes = STEP_BYTES
+            self._again_bytes, self._step_bytes = min(self._again_bytes, never_bytes), STEP_BYTES
         if before_bytes + rise_bytes <= max(self._limit_bytes, self._again_bytes):
             return
         self._give_back()
@@ -81,6 +84,8 @@ class ResidentLimit:
         if not in_vain:
             self._step_bytes = STEP_BYTES
         self._again_bytes = after_bytes + rise_bytes + self._step_bytes
+        if after_bytes + rise_bytes < never_bytes:
+            self._again_bytes = min(self._again_bytes, never_bytes)
         if in_vain:
             self._step_bytes *= 2
 

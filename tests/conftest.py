@@ -15,11 +15,13 @@ import hypothesis
 import pytest
 import torch
 
+from tests.exhaustive import DEFAULT_EXAMPLES, examples
+
 MANY_MODULES, FREEZE_EVERY_S = 20, 5.0
 _frozen_at_s = time.monotonic()
 
-hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("local", examples(DEFAULT_EXAMPLES), deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", examples(DEFAULT_EXAMPLES), deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

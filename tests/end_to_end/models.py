@@ -163,6 +163,7 @@ def diffusion() -> Batch:
 GPT2 = Case("gpt2", gpt2, tokens)
 GPT2_SHALLOW = Case("gpt2-shallow", lambda: gpt2(layers=1), tokens)
 LLAMA = Case("llama", llama, tokens)
+LLAMA_SHALLOW = Case("llama-shallow", lambda: llama(layers=1), tokens)
 OPT = Case("opt", opt, tokens)
 T5 = Case("t5", t5, pairs_of_texts)
 VIT = Case("vit", vit, images)

@@ -31,8 +31,9 @@ from lohan_fx.errors import StepError
 from lohan_fx.parameters.shell import Shell
 from lohan_fx.planning import holding, problem
 from tests.end_to_end.recipes import cpu_profile
+from tests.exhaustive import number_of_examples
 
-LOOPS = int(os.environ.get("LOHAN_LOOPS", "6"))
+LOOPS = int(os.environ.get("LOHAN_LOOPS", number_of_examples(9)))
 MOVES = 14
 WORDS, WIDTH, TOKENS = 40, 16, 6
 MATRIX_ELEMENTS = 256

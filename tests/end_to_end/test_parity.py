@@ -18,6 +18,7 @@ from lohan_fx.planning import staging
 from lohan_fx.planning.budgets import choose_windows, fixed_bytes, parse_bytes
 from tests.end_to_end.models import CASES, GPT2, T5, Case
 from tests.end_to_end.recipes import Run, assert_same, plain, plain_bf16, streamed, weights_of
+from tests.exhaustive import some_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -29,9 +30,9 @@ OFTEN = {
     "vit": ("swap-host", "recompute"),
     "dit": ("swap-nvme", "swap-host"),
 }
-"""The forced policies that each family is tried with in a quick run; the rest is marked slow."""
+"""The forced policies that each family is usually tried with."""
 LOOSE = "700MiB"
-OFTEN_BF16 = {"gpt2": ("swap-nvme",), "llama": ("recompute",), "opt": (), "vit": (), "dit": ()}
+OFTEN_BF16 = {"gpt2": ("swap-nvme",), "llama": ("recompute",), "opt": (), "vit": ("recompute",), "dit": ("swap-nvme",)}
 BF16_STEP = 2**-7
 """Tracing rounds to bf16 in other places than eager does. Losses, which ViT rounds to bf16, agree to one step of it."""
 BF16_SHARE = 0.2
@@ -43,11 +44,9 @@ plain_bf16_once = functools.cache(plain_bf16)
 
 def _matrix(often: Mapping[str, Collection[str]], policies: Sequence[str] = FORCED) -> list[Any]:
     return [
-        pytest.param(
-            case, policy, id=f"{case}-{policy}", marks=[] if policy in often[case.name] else [pytest.mark.slow]
-        )
+        pytest.param(case, policy, id=f"{case}-{policy}")
         for case in CASES
-        for policy in policies
+        for policy in some_of(policies, often[case.name])
     ]
 
 

@@ -18,6 +18,7 @@ from lohan_fx.plan import Plan
 from lohan_fx.runtime import adam
 from tests.end_to_end.models import PERCEPTRON, Batch, Case, Output
 from tests.end_to_end.recipes import assert_same_weights, train, weights_of
+from tests.exhaustive import combinations
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -83,9 +84,7 @@ def test_chunks_do_not_change_the_update(
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("max_norm", [None, 1e-3])
+@pytest.mark.parametrize(("variant", "accumulated", "max_norm"), combinations(list(VARIANTS), [1, 2], [None, 1e-3]))
 def test_parts_of_a_chunk_do_not_change_the_update(
     max_norm: float | None,
     accumulated: int,

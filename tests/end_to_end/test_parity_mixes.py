@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 import lohan_fx
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier, Windows
 from tests.end_to_end.models import GPT2, LLAMA, Case
 from tests.end_to_end.recipes import assert_same, cpu_profile, plain, streamed
+from tests.exhaustive import examples
 
 DECISIONS: tuple[Decision, ...] = (Keep(), Swap(Tier.HOST), Swap(Tier.NVME), Recompute())
 TIMINGS = (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)
@@ -27,7 +28,7 @@ plain_once = functools.cache(plain)
 
 
 @pytest.mark.parametrize("case", [GPT2, LLAMA], ids=str)
-@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
+@examples(6, phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 2**32))
 def test_a_random_mix_is_bit_equal_to_eager(case: Case, seed: int) -> None:
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from lohan_fx.plan import OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import ALL, FORCED
 from tests.end_to_end.models import GPT2, GPT2_SHALLOW, LLAMA, Case
 from tests.end_to_end.recipes import LR, Run, assert_same, plain, train, weights_of
+from tests.exhaustive import some_of
 
 pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
 
@@ -66,7 +67,7 @@ DOES: dict[str, tuple[tuple[Tier, Tier, Tier | None], set[str]]] = {
 which swaps do happen on GPT-2. LoHan's own search is free to do anything."""
 
 OFTEN = {"gpt2": RUNNABLE, "llama": ["zero-infinity", "gemini", "flashneuron", "str"]}
-"""What a quick run tries; the rest is marked slow."""
+"""What is usually tried."""
 
 plain_once = functools.cache(plain)
 
@@ -102,11 +103,9 @@ def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_me
 @pytest.mark.parametrize(
     ("case", "policy"),
     [
-        pytest.param(
-            case, policy, id=f"{case}-{policy}", marks=[] if policy in OFTEN[case.name] else [pytest.mark.slow]
-        )
+        pytest.param(case, policy, id=f"{case}-{policy}")
         for case in (GPT2, LLAMA)
-        for policy in RUNNABLE
+        for policy in some_of(RUNNABLE, OFTEN[case.name])
     ],
 )
 def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(

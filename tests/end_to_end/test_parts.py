@@ -22,6 +22,7 @@ from lohan_fx.errors import InfeasiblePlan, StepError
 from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.models import LLAMA, T5, VOCABULARY, Case, tokens
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+from tests.exhaustive import combinations
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -89,15 +90,19 @@ def whole_and_part(model: Any) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+LOSSES: tuple[tuple[Case, Loss], ...] = (
+    (T5, encoder_first), (LLAMA, own_embeddings), (LLAMA, backbone_and_head), (LLAMA, whole_and_part),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("case", "loss_of"),
-    [(T5, encoder_first), (LLAMA, own_embeddings), (LLAMA, backbone_and_head), (LLAMA, whole_and_part)],
-    ids=lambda one: getattr(one, "__name__", str(one)),
+    ("of", "policy"),
+    [pytest.param(of, policy, id=f"{of[1].__name__}-{policy}") for of, policy in combinations(LOSSES, POLICIES)],
 )
 def test_training_through_parts_is_exact(
-    case: Case, loss_of: Loss, policy: str, hw: HardwareProfile, tmp_path: Path
+    of: tuple[Case, Loss], policy: str, hw: HardwareProfile, tmp_path: Path
 ) -> None:
+    case, loss_of = of
     plain = case.build()
     wanted = _train(plain, torch.optim.AdamW(plain.parameters(), lr=LR), loss_of)
     with _compiled(case.build(), hw, tmp_path, policy=policy) as model:

@@ -15,6 +15,7 @@ import lohan_fx
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+from tests.exhaustive import combinations
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -101,12 +102,10 @@ def a_head_alone(model: nn.Module, optimizer: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "use",
-    [one_output_after_the_other, two_backwards_of_one_output_each, adversarial, attributions, a_head_alone],
-)
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+USES = (one_output_after_the_other, two_backwards_of_one_output_each, adversarial, attributions, a_head_alone)
+
+
+@pytest.mark.parametrize(("use", "held", "policy"), combinations(USES, [False, True], POLICIES))
 def test_uses_are_exact(policy: str, held: bool, use: Use, hw: HardwareProfile, tmp_path: Path) -> None:
     assert_exact(TwoHeads(), use, hw, tmp_path, policy=policy, hold_gradients=held)
 

@@ -27,6 +27,7 @@ from lohan_fx.runtime.generation_files import read_generations
 from lohan_fx.simulation.simulated_step import simulated_step_s
 from tests.end_to_end.models import Case, Output
 from tests.end_to_end.recipes import assert_same_weights, train, weights_of
+from tests.exhaustive import combinations
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -199,9 +200,10 @@ def test_a_plan_for_other_sizes_that_comes_to_nothing_leaves_the_planners_own(
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["lohan-ds", "swap-nvme", "zero-infinity", "fuyou"])
+@pytest.mark.parametrize(
+    ("policy", "dtype", "clips"),
+    combinations(["lohan-ds", "swap-nvme", "zero-infinity", "fuyou"], [torch.float32, torch.bfloat16], [False, True]),
+)
 def test_the_drives_get_as_many_requests_as_were_foretold(
     hw: HardwareProfile, tmp_path: Path, policy: str, dtype: torch.dtype, clips: bool
 ) -> None:

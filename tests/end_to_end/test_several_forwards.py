@@ -24,7 +24,7 @@ from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = 3
-PROMISE = "850MiB"
+PROMISE = "600MiB"
 
 
 def _trained(nvme: Path, *, calls: int, said: int) -> dict[str, Any]:

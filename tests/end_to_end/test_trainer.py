@@ -21,6 +21,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.trainer import CheckpointMixin
 from tests.end_to_end.models import GPT2_SHALLOW, TOKENS, VOCABULARY
 from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+from tests.exhaustive import combinations
 
 pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
 
@@ -148,21 +149,18 @@ def begin(hw: HardwareProfile, directory: Path) -> Any:
     return begin
 
 
-@pytest.mark.parametrize("stop", [5, 7])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param({"max_steps": 9, "save_steps": 2}, id="as it comes"),
-        pytest.param({"gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_steps": 3}, id="accumulating"),
-        pytest.param(
-            {"num_train_epochs": 1, "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}, id="schedule"
-        ),
-    ],
-)
+SAVING: dict[str, dict[str, Any]] = {
+    "as it comes": {"max_steps": 9, "save_steps": 2},
+    "accumulating": {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_steps": 3},
+    "schedule": {"num_train_epochs": 1, "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3},
+}
+
+
+@pytest.mark.parametrize(("saving", "stop"), combinations(list(SAVING), [5, 7]))
 def test_the_trainer_goes_on_where_its_last_checkpoint_was(
-    arguments: dict[str, Any], stop: int, trainer: Any, begin: Any, directory: Path, on_nvme: Any
+    saving: str, stop: int, trainer: Any, begin: Any, directory: Path, on_nvme: Any
 ) -> None:
-    arguments = {"save_strategy": "steps", "kind": Committing, **arguments}
+    arguments = {"save_strategy": "steps", "kind": Committing, **SAVING[saving]}
     reference = GPT2_SHALLOW.build()
     adam = torch.optim.AdamW(reference.parameters(), lr=LR)
     plain = trainer(reference, adam, **{**arguments, "save_strategy": "no", "kind": transformers.Trainer})

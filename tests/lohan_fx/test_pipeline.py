@@ -40,6 +40,7 @@ from lohan_fx.policies import POLICIES
 from lohan_fx.request import Request
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.workspace import Workspace
+from tests.exhaustive import combinations
 from tests.passes import graphs
 from tests.passes.fake_runtime import FakeRuntime, bound, eager, forward_inputs, run
 from tests.passes.graphs import Captured, captured, graph_of, nodes, plan_for, rewrite
@@ -85,8 +86,7 @@ def trained(found: Captured, asked: Request) -> tuple[Halves, Plan]:
 # --- training -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", graphs.MODELS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("name", "policy"), combinations(list(graphs.MODELS), list(POLICIES)))
 def test_compiled_halves_compute_what_the_model_does(name: str, policy: str) -> None:
     found = captured(name)
     halves, plan = trained(found, request(found, policy=policy))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import networkx as nx
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 import lohan_fx
@@ -23,6 +23,7 @@ from lohan_fx.planning.planner import make_plan
 from lohan_fx.planning.problem import Budgets, ParameterFacts, Problem
 from lohan_fx.policies import ALL, FORCED, POLICIES, named, runnable
 from lohan_fx.policies.policy import Policy
+from tests.exhaustive import examples
 from tests.passes.paper_transformer import BLOCKS, MATMULS, Transformer, machine
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -446,7 +447,7 @@ def _recompute_s(graph: ActivationGraph, saved: set[str]) -> float:
     st.integers(20, 700),
 )
 @example("lohan", False, 1, 0.001, 60, 59)  # a gradient waits in the memory that there is
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@examples(120, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_is_over_its_budget(
     policy: str, shared: bool, scale: int, seconds: float, host: int, device: int
 ) -> None:

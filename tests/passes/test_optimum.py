@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult
 
@@ -20,6 +20,7 @@ from lohan_fx.passes.independent_parts import independent_parts, saved_names
 from lohan_fx.passes.optimum import optimum, relaxed
 from lohan_fx.passes.search import read, search
 from lohan_fx.passes.solver import milp
+from tests.exhaustive import examples
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import Transformer, machine
 from tests.passes.small_graphs import activation_graphs, repeated
@@ -102,7 +103,7 @@ def distinct(model: Model) -> int:
 
 
 @given(models())
-@settings(max_examples=150)
+@examples(150)
 def test_the_optimum_is_that_of_brute_force(case: tuple[ActivationGraph, Model]) -> None:
     found, model = case
     if distinct(model) > 20_000:
@@ -153,7 +154,7 @@ def test_no_option_is_left_that_is_less_work_and_no_slower(monkeypatch: pytest.M
 
 
 @given(models())
-@settings(max_examples=100)
+@examples(100)
 def test_what_the_solution_says_is_what_its_decisions_add_up_to(case: tuple[ActivationGraph, Model]) -> None:
     found, model = case
     solution = optimum(model)
@@ -172,7 +173,7 @@ def test_what_the_solution_says_is_what_its_decisions_add_up_to(case: tuple[Acti
 
 
 @given(models())
-@settings(max_examples=100)
+@examples(100)
 def test_fractions_are_a_bound_and_tell_what_a_byte_is_worth(case: tuple[ActivationGraph, Model]) -> None:
     _, model = case
     solution, bound = optimum(model), relaxed(model)
@@ -188,7 +189,7 @@ def test_fractions_are_a_bound_and_tell_what_a_byte_is_worth(case: tuple[Activat
 
 
 @given(models(), st.integers(0, 50), st.integers(0, 50))
-@settings(max_examples=60)
+@examples(60)
 def test_more_memory_is_never_slower(case: tuple[ActivationGraph, Model], device: int, host: int) -> None:
     _, model = case
     solution = optimum(model)

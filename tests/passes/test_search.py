@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
@@ -22,6 +22,7 @@ from lohan_fx.passes.search import (
     search,
     seconds_per_byte,
 )
+from tests.exhaustive import examples
 from tests.passes.graphs import reachable
 from tests.passes.paper_transformer import (
     BLOCKS,
@@ -238,7 +239,7 @@ def best_mix_s(block: Block, step_s: StepSeconds) -> float:
     st.integers(0, REPEATED * 4),
     st.integers(0, REPEATED * 20),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_invented_blocks_are_within_one_percent_of_the_best_mix(
     block: Block, per_unit_s: float, states: float, kept: int, swapped: int
 ) -> None:

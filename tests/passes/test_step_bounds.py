@@ -7,7 +7,7 @@ import functools
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx import cost, ops, simulate
@@ -16,6 +16,7 @@ from lohan_fx.passes.step_bounds import Bound, fetch_bound, update_bound
 from lohan_fx.passes.step_ends import NEGLIGIBLE
 from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Keep, OptimizerTiming, ParameterPlan, Plan, Recompute, Swap, Tier
+from tests.exhaustive import examples
 from tests.lohan_fx.simulation.simulated import PAGE, drive, machine, second_each, windows
 from tests.passes.graphs import captured, plan_for, rewrite
 
@@ -119,7 +120,7 @@ rates = st.floats(1e3, 1e6)
     adam=rates,
     node_s=st.floats(1e-4, 1.0),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_no_bound_is_above_the_simulator(
     decision: Keep | Recompute | Swap,
     device: str,

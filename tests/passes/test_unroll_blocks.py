@@ -12,6 +12,7 @@ from lohan_fx import meta
 from lohan_fx.passes.activation_graph import is_tangent
 from lohan_fx.passes.annotate import annotate, layer_of
 from lohan_fx.passes.unroll_blocks import LEAST_BLOCKS, BlocksDiffer, unroll_blocks
+from tests.exhaustive import combinations
 from tests.passes.graphs import VOCABULARY, WIDTH, Block, Captured, Transformer, capture
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
@@ -45,8 +46,7 @@ def described(joint: GraphModule, names: dict[str, str]) -> list[tuple[object, .
     return [one(node) for node in joint.graph.nodes]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("rate", "tied"), combinations([0.0, 0.1], [False, True]))
 def test_the_instantiated_graph_is_the_traced_one(rate: float, tied: bool) -> None:
     few = captured_blocks(Transformer(blocks=LEAST_BLOCKS, rate=rate, tied=tied))
     many = captured_blocks(Transformer(blocks=9, rate=rate, tied=tied))

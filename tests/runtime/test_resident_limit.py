@@ -52,7 +52,7 @@ class Heap:
 
 def test_it_asks_ever_more_rarely_where_the_limit_is_passed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     heap = Heap(monkeypatch)
-    assert heap.looks(used=1 << 20, times=1024) == 7, "at 1, 18, 51, 116, 245, 502 and 1015 MiB"
+    assert heap.looks(used=1 << 20, times=1024) == 7, "at 1, 17, 50, 115, 244, 501 and 1014 MiB"
 
 
 def test_what_helps_is_asked_for_at_every_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +74,17 @@ def test_holes_stay_below_what_is_beyond_the_limit(monkeypatch: pytest.MonkeyPat
     for _ in range(1024):
         heap.looks(holes=1 << 20, times=1)
         assert heap.holes <= beyond + STEP_BYTES
+
+
+@pytest.mark.parametrize("beyond", [1 << 20, STEP_BYTES // 2, STEP_BYTES - 1])
+def test_in_vain_or_not_it_asks_before_a_step_beyond_the_limit_is_passed(
+    monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    heap = Heap(monkeypatch)
+    assert heap.looks(used=beyond, times=1) == 1, "in vain"
+    for _ in range(64):
+        heap.looks(holes=1 << 20, times=1)
+        assert heap.used + heap.holes <= LIMIT + STEP_BYTES
 
 
 def test_below_the_limit_the_first_step_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +136,16 @@ def test_what_has_memory_already_does_not_count_twice(monkeypatch: pytest.Monkey
     assert found == [Rise(10, 20, 30)] and not asked
     limit.look(8)
     assert asked == [LIMIT - 10]
+
+
+def test_having_been_far_beyond_the_limit_once_is_no_leave_to_pass_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap.looks(used=1 << 20, times=200)
+    heap.used = LIMIT - (1 << 20)
+    heap.looks(times=1)
+    for _ in range(64):
+        heap.looks(holes=1 << 20, times=1)
+        assert heap.used + heap.holes <= LIMIT + STEP_BYTES
 
 
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import networkx as nx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InfeasiblePlan, NoDrive
@@ -20,6 +20,7 @@ from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Recompute, Swap
 from lohan_fx.planning.joint_search import joint_search
 from lohan_fx.planning.plan_builder import build_plan, default_homes
 from lohan_fx.planning.problem import ParameterFacts, Problem
+from tests.exhaustive import examples
 from tests.lohan_fx.planning.quarters import by_quarters
 from tests.lohan_fx.planning.test_planner import (
     FIXED,
@@ -109,7 +110,7 @@ def all_plans(asked: Problem) -> Iterator[Plan]:
     st.sampled_from([0.0, 0.001, 0.01]),
     st.sampled_from([1, 1, 2]),
 )
-@settings(max_examples=16)
+@examples(16)
 def test_no_plan_at_all_is_faster(
     shared: bool,
     host: int,
@@ -165,7 +166,7 @@ def scaled(found: ActivationGraph, *, seconds: float) -> ActivationGraph:
     st.booleans(),
     st.sampled_from([1, 1, 2, 3]),
 )
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@examples(120, suppress_health_check=[HealthCheck.filter_too_much])
 def test_no_plan_of_any_small_graph_is_faster_and_one_is_found_where_any_fits(
     found: ActivationGraph,
     shared: bool,
@@ -234,7 +235,7 @@ def test_what_memory_holds_in_pieces_only_needs_a_drive() -> None:
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=40)
+@examples(40)
 def test_it_is_never_worse_than_the_grid_of_quarters(
     make: Callable[[int, int], Problem], host: int, device: int
 ) -> None:
@@ -252,7 +253,7 @@ def test_it_is_never_worse_than_the_grid_of_quarters(
 
 
 @given(PROBLEMS, MEMORY, MEMORY, MEMORY, MEMORY)
-@settings(max_examples=30)
+@examples(30)
 def test_more_memory_is_never_slower(
     make: Callable[[int, int], Problem], host: int, device: int, more_host: int, more_device: int
 ) -> None:
@@ -263,7 +264,7 @@ def test_more_memory_is_never_slower(
 
 
 @given(PROBLEMS, MEMORY, MEMORY, FASTER, FASTER, FASTER, st.integers(1, 4))
-@settings(max_examples=40)
+@examples(40)
 def test_faster_links_and_more_drives_are_never_slower(
     make: Callable[[int, int], Problem], host: int, device: int, h2d: float, d2h: float, ssd: float, drives: int
 ) -> None:
@@ -288,7 +289,7 @@ def test_faster_links_and_more_drives_are_never_slower(
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=30)
+@examples(30)
 def test_all_rates_doubled_halve_the_time(make: Callable[[int, int], Problem], host: int, device: int) -> None:
     asked = make(host, device)
     hw = hardware(asked.budgets.shared)
@@ -327,7 +328,7 @@ def test_all_rates_doubled_halve_the_time(make: Callable[[int, int], Problem], h
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=40)
+@examples(40)
 def test_a_plan_keeps_its_budgets_and_survives_json(
     make: Callable[[int, int], Problem], host: int, device: int
 ) -> None:
@@ -369,7 +370,7 @@ def test_where_the_time_is_not_convex_the_plan_says_so_and_is_still_the_best() -
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=40)
+@examples(40)
 def test_the_division_adds_up_to_the_budgets(make: Callable[[int, int], Problem], host: int, device: int) -> None:
     asked = make(host, device)
     plan = planned(asked, hardware(asked.budgets.shared))

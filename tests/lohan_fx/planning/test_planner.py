@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx import cost
@@ -22,6 +22,7 @@ from lohan_fx.planning.planner import make_plan
 from lohan_fx.planning.problem import Budgets, ParameterFacts, Problem
 from lohan_fx.planning.step_time import step_seconds
 from lohan_fx.policies import FORCED, POLICIES
+from tests.exhaustive import examples
 
 MIB = 1 << 20
 GPU = replace(HardwareProfile.preset("rtx4090-12xP5510"), interpreter_s_per_job=1e-12)
@@ -332,7 +333,7 @@ def test_what_must_be_saved_is_saved(make: Callable[[int, int], Problem], host: 
 
 
 @given(PROBLEMS, MEMORY, MEMORY, MEMORY, MEMORY)
-@settings(max_examples=60)
+@examples(60)
 def test_more_memory_never_predicts_a_slower_step(
     make: Callable[[int, int], Problem], host: int, device: int, more_host: int, more_device: int
 ) -> None:
@@ -345,7 +346,7 @@ def test_more_memory_never_predicts_a_slower_step(
 
 
 @given(PROBLEMS, MEMORY, MEMORY)
-@settings(max_examples=40)
+@examples(40)
 def test_no_forced_policy_is_faster(make: Callable[[int, int], Problem], host: int, device: int) -> None:
     """In a little less memory: forced policies do not hold the small parameters there."""
     asked, less = make(host, device), make(host - MIB, device - MIB)

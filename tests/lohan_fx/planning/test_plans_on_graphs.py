@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InfeasiblePlan
@@ -26,6 +26,7 @@ from lohan_fx.planning.waiting_forwards import kept_bytes
 from lohan_fx.policies import POLICIES
 from lohan_fx.request import Request
 from lohan_fx.simulation.simulator import Simulation, simulate
+from tests.exhaustive import examples
 from tests.lohan_fx.simulation.simulated import PAGE, drive, machine, windows
 from tests.lohan_fx.test_pipeline import facts
 from tests.passes.graphs import captured
@@ -189,7 +190,7 @@ def everything_bytes(name: str, device: str) -> dict[Tier, int]:
     st.booleans(),
     st.sampled_from([1, 1, 2, 3]),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_no_plan_of_any_policy_exceeds_any_budget_in_the_simulator(
     name: str,
     policy: str,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lohan_fx import cost, simulate
@@ -21,6 +21,7 @@ from lohan_fx.passes.traffic import traffic
 from lohan_fx.plan import Decision, Keep, Plan, Recompute, Swap, Tier
 from lohan_fx.planning.budgets import make_budgets
 from lohan_fx.request import Request
+from tests.exhaustive import examples
 from tests.lohan_fx.simulation.simulated import DECISIONS, PAGE, drive, machine, run, second_each, windows
 from tests.lohan_fx.test_pipeline import request, trained
 from tests.passes.graphs import captured, plan_for, rewrite
@@ -77,7 +78,7 @@ rates = st.floats(1e3, 1e6)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @given(h2d=rates, d2h=rates, adam=rates, read=rates, write=rates, memory=rates, node_s=st.floats(1e-4, 1.0))
 @example(h2d=1e6, d2h=1e6, adam=283727.0, read=16516.0, write=1e3, memory=10215.0, node_s=1.0)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_never_below_the_formula(
     device: str, h2d: float, d2h: float, adam: float, read: float, write: float, memory: float, node_s: float
 ) -> None:
@@ -94,7 +95,7 @@ def test_never_below_the_formula(
     apart = dataclasses.replace(hw, device="cuda")
     if device == "cpu":
         apart = dataclasses.replace(apart, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
-    for halves, plan in examples(device):
+    for halves, plan in rewritten(device):
         on = dataclasses.replace(hw, device=device)
         work = traffic(
             halves,
@@ -122,7 +123,7 @@ def test_never_below_the_formula(
 
 
 @functools.cache
-def examples(device: str) -> list[tuple[Halves, Plan]]:
+def rewritten(device: str) -> list[tuple[Halves, Plan]]:
     """A transformer with its activations treated in each way, with buffers for the writes of four updates and of two."""
     found, made = captured("dropout"), []
     for decision, buffers in itertools.product(DECISIONS, (4, 2)):
@@ -162,20 +163,20 @@ def test_all_rates_doubled_halve_the_time(decision: Decision, device: str) -> No
 
 
 @given(which=st.sampled_from((*SPEEDS, "drives")), factor=st.floats(1.0, 8.0), base=st.floats(0.1, 10.0))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_more_bandwidth_is_never_much_slower(which: str, factor: float, base: float) -> None:
     """Not "never slower": a transfer that ends sooner can put another one on the drive before one that compute waits
     for, as in any schedule by priority that is not interrupted (Graham's anomalies). It costs a few per cent at most."""
     hw = faster(machine(device="cuda"), base, drives=False)
     better = faster(hw, factor, [] if which == "drives" else [which], drives=which == "drives")
-    for halves, plan in examples("cuda"):
+    for halves, plan in rewritten("cuda"):
         before = simulate(halves, plan, hw, node_seconds=second_each)
         after = simulate(halves, plan, better, node_seconds=second_each)
         assert after.step_s <= 1.05 * before.step_s
 
 
 @given(which=st.sampled_from(SPEEDS), factor=st.floats(1.0, 8.0))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_more_bandwidth_is_never_slower_where_lanes_work_in_order(which: str, factor: float) -> None:
     """Without a drive every lane works in the order of the graph."""
     plan = dataclasses.replace(plan_for(captured("dropout"), Keep(), home=Tier.HOST), device="cuda")
