@@ -18,6 +18,7 @@ T = TypeVar("T")
 EXHAUSTIVE = os.environ.get("LOHAN_EXHAUSTIVE", "0") != "0"
 USUAL_SHARE = 1 / 3
 DEFAULT_EXAMPLES = 100
+"""Of a property that says nothing of it, as hypothesis has it."""
 
 
 def number_of_examples(number: int) -> int:

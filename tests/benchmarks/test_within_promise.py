@@ -15,23 +15,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "within_promise.py
 def test_every_phase_stays_below_the_promise(tmp_path: Path) -> None:
     hw = tmp_path / "hw.toml"
     cpu_profile().save(hw)
-    options = [
-        "--size",
-        "demo",
-        "--layers",
-        "8",
-        "--host-memory",
-        "320MiB",
-        "--batch",
-        1,
-        "--seq",
-        32,
-        "--hw",
-        hw,
-        "--nvme",
-        tmp_path,
-    ]
-    options += ["--dtype", name_of(usual_dtype())]
+    options = ["--size", "demo", "--layers", "8", "--host-memory", "320MiB", "--hw", hw, "--nvme", tmp_path]
+    options += ["--batch", 1, "--seq", 32, "--dtype", name_of(usual_dtype())]
     run = subprocess.run([sys.executable, SCRIPT, *map(str, options)], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, f"{run.stdout}{run.stderr}"
     found = json.loads(run.stdout.strip().splitlines()[-1])

@@ -140,13 +140,17 @@ class FillsUp(nn.Module):
         return found
 
 
+NEGLIGIBLE_BYTES = {6: 0, 2: 1 << 20}
+"""By how many graphs it takes to train ``FillsUp`` on the sizes below."""
+
+
 @pytest.mark.usefixtures("all_have_places")
-@pytest.mark.parametrize(("policy", "graphs"), combinations(["lohan", "keep", "swap-nvme"], [6, 2]))
+@pytest.mark.parametrize(("policy", "graphs"), combinations(["lohan", "keep", "swap-nvme"], list(NEGLIGIBLE_BYTES)))
 def test_what_takes_more_for_smaller_inputs(
     policy: str, graphs: int, hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its values have no place in what is planned for larger ones; where they take much, they are planned by themselves."""
-    monkeypatch.setattr(symbolic_sizes, "NEGLIGIBLE_BYTES", {2: 1 << 20, 6: 0}[graphs])
+    monkeypatch.setattr(symbolic_sizes, "NEGLIGIBLE_BYTES", NEGLIGIBLE_BYTES[graphs])
     torch.manual_seed(0)
     plain, model = FillsUp(), FillsUp()
     model.load_state_dict(plain.state_dict())

@@ -98,6 +98,16 @@ def test_below_the_limit_the_first_step_counts_again(monkeypatch: pytest.MonkeyP
     assert heap.looks(used=1 << 20, times=1) == 1
 
 
+def test_having_been_far_beyond_the_limit_once_is_no_leave_to_pass_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap.looks(used=1 << 20, times=200)
+    heap.used = LIMIT - (1 << 20)
+    heap.looks(times=1)
+    for _ in range(64):
+        heap.looks(holes=1 << 20, times=1)
+        assert heap.used + heap.holes <= LIMIT + STEP_BYTES
+
+
 def test_what_comes_until_the_next_look_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [LIMIT // 2]
     asked: list[int] = []
@@ -136,16 +146,6 @@ def test_what_has_memory_already_does_not_count_twice(monkeypatch: pytest.Monkey
     assert found == [Rise(10, 20, 30)] and not asked
     limit.look(8)
     assert asked == [LIMIT - 10]
-
-
-def test_having_been_far_beyond_the_limit_once_is_no_leave_to_pass_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap.looks(used=1 << 20, times=200)
-    heap.used = LIMIT - (1 << 20)
-    heap.looks(times=1)
-    for _ in range(64):
-        heap.looks(holes=1 << 20, times=1)
-        assert heap.used + heap.holes <= LIMIT + STEP_BYTES
 
 
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
