@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
-from lohan_fx import ops
+from lohan_fx import ops, process_memory
 from lohan_fx.buffered import linked
 from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.parameters.reached import Sources, noting_undefined, sources_of
@@ -73,6 +73,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         coming: dict[str, Rises] = {}
         obeyed: list[Plan] = []
         kept: list[int | None] = []
+        traced: list[GraphModule] = []
         assigned: dict[str, Assignment] = {}
         sources: dict[int, Collection[int]] = {}
         workspace, room = model.workspace, model.room
@@ -106,6 +107,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
             coming.update(_host_rises(halves, plan))
             assert halves.backward is not None
+            traced.append(halves.backward)
             return halves.forward, halves.backward
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
@@ -122,11 +124,19 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             after: After | None = None,
         ) -> Any:
             graph = replace_segments(graph, compiled.get(half, {}))
-            return _guarded(linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room), around, after)
+            function = linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room)
+            # What compiling its code took: the first backward is linked beside all that its forward has kept.
+            process_memory.return_free_memory()
+            return _guarded(function, around, after)
 
         def forward(graph: GraphModule, inputs: Any) -> Any:
             _let_backward_run_again()
             return run(graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits)
+
+        def backward(graph: GraphModule, inputs: Any) -> Any:
+            """Of ``traced``, of which AOTAutograd hands out a copy."""
+            del graph
+            return run(traced[0], "backward", lambda: model.backward(coming["backward"], obeyed[0], sources))
 
         def waits(outputs: Sequence[Any]) -> None:
             if kept[0] is not None:
@@ -134,9 +144,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
 
         graph = aot_autograd(
             fw_compiler=forward,
-            bw_compiler=lambda graph, _: run(
-                graph, "backward", lambda: model.backward(coming["backward"], obeyed[0], sources)
-            ),
+            bw_compiler=backward,
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)

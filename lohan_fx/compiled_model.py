@@ -58,6 +58,8 @@ _NO_ASSIGNING = (
 )
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
+_MAPPED_AT_LIMIT_BYTES = STEP_BYTES // 2
+"""Two smaller values that touch holes which nobody counted pass the limit by less than the promise is beyond it."""
 living: list[CompiledModel] = []
 """All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
@@ -113,9 +115,10 @@ class CompiledModel:
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
-        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back, engine.growth_bytes)
+        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back_at_limit, engine.growth_bytes)
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
+        self._maps_large_values = False
 
     @property
     def plans(self) -> list[Plan]:
@@ -269,6 +272,14 @@ class CompiledModel:
     def _give_back(self) -> None:
         self.engine.return_free_memory()
         process_memory.return_free_memory()
+
+    def _give_back_at_limit(self) -> None:
+        """From here on large values make no new holes in the heap: each may lie in another one, which no look foresees."""
+        if not self._maps_large_values:
+            self._maps_large_values = True
+            self._restore.append(functools.partial(process_memory.map_from, process_memory.USUALLY_MAPPED_BYTES))
+        process_memory.map_from(_MAPPED_AT_LIMIT_BYTES)
+        self._give_back()
 
     def _at_exit(self) -> None:
         """A process that ends without ``release`` still removes its files; a forked child leaves its parent's alone."""

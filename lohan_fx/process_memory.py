@@ -13,6 +13,10 @@ _STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
+USUALLY_MAPPED_BYTES = 32 << 20
+"""From so many bytes on a value has a mapping of its own whatever was freed before (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)."""
+_M_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of malloc.h."""
 _ARENA_BYTES = 64 << 20
 """glibc places the heap of every thread but the first at a multiple of this, and reserves so much for it."""
 
@@ -56,6 +60,17 @@ def return_free_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def map_from(nbytes: int) -> None:
+    """From now on each value of so many bytes or more that no hole of the heap has room for has a mapping of its own, where the C
+    library is glibc.
+
+    Such a value leaves no hole when it is freed; its pages are new each time, though, which takes processor time. This is of
+    the whole process, and ends glibc's own rule, by which it depends on what was freed before.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
 
 
 def now() -> ProcessMemory:

@@ -57,6 +57,25 @@ def test_holes_in_the_heap_go_back_to_the_system() -> None:
     assert all(bool(pin.all()) for pin in pins)
 
 
+def _mapped_bytes() -> int:
+    info = process_memory._mallinfo()
+    assert info is not None
+    return info.hblkhd
+
+
+def test_large_values_that_no_hole_has_room_for_have_mappings_of_their_own() -> None:
+    try:
+        for from_bytes, some_are_mapped in ((8 << 20, True), (process_memory.USUALLY_MAPPED_BYTES, False)):
+            process_memory.map_from(from_bytes)
+            before_bytes = _mapped_bytes()
+            values = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(200)]
+            assert (_mapped_bytes() > before_bytes) == some_are_mapped
+            del values
+            assert _mapped_bytes() == before_bytes
+    finally:
+        process_memory.map_from(process_memory.USUALLY_MAPPED_BYTES)
+
+
 def test_what_is_handed_out_and_what_is_free_are_told_apart() -> None:
     process_memory.return_free_memory()
     before = process_memory.now()
