@@ -89,12 +89,14 @@ def _names(outputs: list[object]) -> tuple[str, ...]:
 
 
 def _crossing(joint: GraphModule, plan: Plan, forward: dict[Node, None], num_outputs: int) -> list[Node]:
-    """What crosses: all that the backward reads, views replaced by what they view, and what the plan saves besides."""
+    """What crosses: all that the backward reads, views replaced by what they view and their symbolic sizes, and what the plan
+    saves besides."""
     outputs = set(outputs_of(joint)[:num_outputs])
     crossing: dict[Node, None] = {}
     for node in crossing_values(joint, num_outputs):
         while node in forward and node not in outputs and meta.cost(node).is_view:
-            node = node.all_input_nodes[0]
+            node, *sizes = node.all_input_nodes
+            crossing.update(dict.fromkeys(sizes))
         crossing[node] = None
     by_name = {n.name: n for n in joint.graph.nodes}
     for activation in plan.activations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -344,6 +345,40 @@ def test_python_numbers_that_change_are_inputs(hw: HardwareProfile, tmp_path: Pa
                 adam.step()
                 adam.zero_grad()
         assert len(compiled(model).plans) == 2
+    assert_same_weights(weights_of(model), weights_of(plain))
+
+
+class Masked(nn.Module):
+    """Two inputs have one number of rows: of the two symbols the forward's view reads one, and the backward the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x).view(x.size(0), 8, 8).sin()
+        return (hidden + mask[:, None, None]).square().sum()
+
+
+def test_a_size_that_only_a_view_of_the_forward_reads(hw: HardwareProfile, tmp_path: Path) -> None:
+    plain = Masked()
+    model = copy.deepcopy(plain)
+
+    def trained(one: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for rows in (6, 5, 4):
+            loss = one(torch.linspace(-1, 1, rows * 24).view(rows, 24), torch.ones(rows))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=LR))
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "policy": "keep", "host_memory": "2GiB"}
+    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=tmp_path, **options)):
+        assert trained(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == expected
+        assert symbolic(model) == [(True, False), (True, True)]
     assert_same_weights(weights_of(model), weights_of(plain))
 
 
