@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Never, Protocol
@@ -40,6 +41,8 @@ _streaming: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_streami
 # Nothing here tells of a parameter's values. A version of torch that lacks one does without.
 # Whether what Dynamo traces is a compiled model of ours. A plain global, because Dynamo must read it.
 _capturing = False
+_callers = 0
+_lock = threading.Lock()
 
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _grad_fn output_nr retains_grad grad_dtype "
@@ -99,7 +102,7 @@ class Shell(torch.nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         # Dynamo reads this function too, and must not meet what it cannot trace; hence the order.
-        if torch.compiler.is_compiling() and not _capturing:
+        if torch.compiler.is_dynamo_compiling() and not _capturing:
             torch._dynamo.graph_break("a model compiled by lohan_fx runs in its own graph")
         if _tracing():
             with torch._C.DisableTorchFunctionSubclass():
@@ -184,22 +187,26 @@ def streaming() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Around the call of a compiled model: what Dynamo traces within is its graph, not somebody else's."""
-    global _capturing
-    before, _capturing = _capturing, True
+    """Around the call of a compiled model: what Dynamo traces within is its graph, not somebody else's. Any thread."""
+    global _capturing, _callers
+    with _lock:
+        _callers, _capturing = _callers + 1, True
     try:
         yield
     finally:
-        _capturing = before
+        with _lock:
+            _callers -= 1
+            _capturing = _callers > 0
 
 
 def captures() -> bool:
     """Whether Dynamo traces the caller for a graph of ours."""
-    return torch.compiler.is_compiling() and _capturing
+    return _tracing() and _capturing
 
 
 def _tracing() -> bool:
-    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    """Whether this thread traces: ``torch.compiler.is_compiling`` is also true while another one does."""
+    return torch.compiler.is_dynamo_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

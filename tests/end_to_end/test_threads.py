@@ -1,0 +1,73 @@
+"""Threads of one process beside each other: one trains a model that others evaluate, or compiles something else meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lohan_fx
+from lohan_fx.errors import OffloadedParameterError
+from lohan_fx.parameters import shell
+from tests.end_to_end.models import PERCEPTRON, vectors
+from tests.end_to_end.recipes import LR, assert_same_weights, weights_of
+
+pytestmark = pytest.mark.usefixtures("leak_check", "little_is_small")
+
+CLIP = 0.05
+PATIENCE_S = 60.0
+
+
+def clipped_step(model: Any, optimizer: Any, seed: int) -> tuple[float, float]:
+    torch.manual_seed(seed)
+    loss = model(**vectors()).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+def test_what_another_thread_compiles_is_not_ours(on_nvme: Callable[..., Any]) -> None:
+    """PyTorch says of the whole process that something is being compiled, and then its own AdamW rounds otherwise."""
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    plain = torch.optim.AdamW(expected.parameters(), lr=LR)
+    wanted = [clipped_step(expected, plain, seed) for seed in range(3)]
+    begun, may_end = threading.Event(), threading.Event()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        return graph
+
+    def compile_something_else() -> None:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+
+    with on_nvme(model, hold_gradients=True):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        assert clipped_step(model, optimizer, 0) == wanted[0]
+        other = threading.Thread(target=compile_something_else)
+        other.start()
+        try:
+            assert begun.wait(PATIENCE_S)
+            assert clipped_step(model, optimizer, 1) == wanted[1]
+            with pytest.raises(OffloadedParameterError):
+                model.up.weight.sum()
+        finally:
+            may_end.set()
+            other.join()
+        assert clipped_step(model, optimizer, 2) == wanted[2]
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_calls_of_two_threads_that_overlap_leave_nothing_behind() -> None:
+    first, second = shell.capturing(), shell.capturing()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert shell._capturing
+    second.__exit__(None, None, None)
+    assert not shell._capturing
