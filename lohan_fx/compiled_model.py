@@ -187,21 +187,21 @@ class CompiledModel:
         self._restore.append(functools.partial(setattr, module, "_compiled_call_impl", before))
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._untidy_calls:
-            # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
-            self._untidy_calls -= 1
-            self._tidy_up()
-            self._expect_peak()
-        if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
-            self._correct()
-        training = torch.is_grad_enabled()
-        if training and self._lacks_room():
-            self._leave_room()
-        key = module, training
-        if key not in self._calls:
-            self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-        call, why, graphs = self._calls[key], "", 0
-        with _capturing():
+        with self.engine.one_call(), _capturing():
+            if self._untidy_calls:
+                # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
+                self._untidy_calls -= 1
+                self._tidy_up()
+                self._expect_peak()
+            if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
+                self._correct()
+            training = torch.is_grad_enabled()
+            if training and self._lacks_room():
+                self._leave_room()
+            key = module, training
+            if key not in self._calls:
+                self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
+            call, why, graphs = self._calls[key], "", 0
             while True:
                 try:
                     returned = captured(self.model, functools.partial(call, *args, **kwargs))
@@ -522,9 +522,10 @@ class CompiledModel:
 
     @contextmanager
     def backward(self, rises: Rises, plan: Plan, sources: Sources) -> Iterator[None]:
-        self._backward_begins(plan)
-        with self._in_stage("backward", rises), self.engine.backward(reached(sources)):
-            yield
+        with self.engine.one_call():
+            self._backward_begins(plan)
+            with self._in_stage("backward", rises), self.engine.backward(reached(sources)):
+                yield
 
     @contextmanager
     def _in_stage(self, name: str, rises: Rises) -> Iterator[None]:

@@ -5,13 +5,14 @@ is before anybody looks: a fetch waits for its parameter's update, and whoever e
 them. An error on any lane surfaces at the node that waits for it, or at ``step``. ``close`` ends all threads, and removes
 the files unless told otherwise.
 
-Assumes: forwards, backwards and ``step`` are called one after the other (by one thread, as in any training loop).
+Assumes: forwards and backwards, each in ``one_call``, and ``step`` are called one after the other, whichever threads do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class Engine:
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
         self._closed = self._ended = False
+        self._calling = threading.RLock()
         self._process = os.getpid()
         ops.bind(self.slots, self)
 
@@ -187,6 +189,13 @@ class Engine:
     # --- the order of a step ----------------------------------------------------------------------------------
 
     @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Around a call of the model, with what is captured for it, a backward and ``step``: another thread's waits."""
+        self._refuse_if_inherited()
+        with self._calling:
+            yield
+
+    @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
         """Around a forward graph."""
         self._refuse_if_inherited()
@@ -229,20 +238,20 @@ class Engine:
     def step(self, counted: Callable[[], None] = lambda: None) -> Collection[int]:
         """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called where it is done, also
         if Ctrl-C keeps what follows from running."""
-        self._refuse_if_inherited()
-        if self._closed:
-            raise StepError(
-                "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
-            )
-        self.micro_batches.refuse_if_torn()
-        if self._machine is None:
-            counted()
-            return ()
-        self.on_stage("optimizer")
-        updated = self.updates.finish_step(counted)
-        self.wear.step_ends()
-        self.on_stage("end")
-        return updated
+        with self.one_call():
+            if self._closed:
+                raise StepError(
+                    "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
+                )
+            self.micro_batches.refuse_if_torn()
+            if self._machine is None:
+                counted()
+                return ()
+            self.on_stage("optimizer")
+            updated = self.updates.finish_step(counted)
+            self.wear.step_ends()
+            self.on_stage("end")
+            return updated
 
     def drop_gradients(self) -> None:
         """``zero_grad``: forget the gradients that are held, which ends a step that is skipped. Raises ``StepError`` where they

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import lohan_fx
+from lohan_fx.compile import compiled
 from lohan_fx.errors import OffloadedParameterError
 from lohan_fx.parameters import shell
 from tests.end_to_end.models import PERCEPTRON, vectors
@@ -71,3 +74,54 @@ def test_calls_of_two_threads_that_overlap_leave_nothing_behind() -> None:
     assert shell._capturing
     second.__exit__(None, None, None)
     assert not shell._capturing
+
+
+def test_calls_of_several_threads_wait_for_each_other(on_nvme: Callable[..., Any], monkeypatch: Any) -> None:
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    plain = torch.optim.AdamW(expected.parameters(), lr=LR)
+    running: set[int] = set()
+    together: list[int] = []
+    failed: list[BaseException] = []
+    trained = threading.Event()
+
+    def evaluate() -> None:
+        try:
+            while not trained.is_set():
+                with torch.no_grad():
+                    model.down(torch.ones(2, 64))
+        except BaseException as error:
+            failed.append(error)
+
+    with on_nvme(model, hold_gradients=True):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        assert clipped_step(model, optimizer, 0) == clipped_step(expected, plain, 0)
+        engine = compiled(model).engine
+
+        def watch(name: str) -> None:
+            original = getattr(engine, name)
+
+            @contextlib.contextmanager
+            def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+                running.add(threading.get_ident())
+                together.append(len(running))
+                time.sleep(0.002)
+                with original(*args, **kwargs):
+                    yield
+                running.discard(threading.get_ident())
+
+            monkeypatch.setattr(engine, name, watched)
+
+        watch("forward")
+        watch("backward")
+        others = [threading.Thread(target=evaluate) for _ in range(2)]
+        for other in others:
+            other.start()
+        try:
+            for seed in range(1, 6):
+                assert clipped_step(model, optimizer, seed) == clipped_step(expected, plain, seed)
+        finally:
+            trained.set()
+            for other in others:
+                other.join()
+    assert not failed and max(together) == 1
+    assert_same_weights(weights_of(model), weights_of(expected))
