@@ -238,7 +238,8 @@ class Engine:
     def step(self, counted: Callable[[], None] = lambda: None) -> Collection[int]:
         """Finish the step (``updates.finish_step``); the slots that were updated. ``counted`` is called where it is done, also
         if Ctrl-C keeps what follows from running."""
-        with self.one_call():
+        # Lanes, which are in no such mode, write what is made here.
+        with self.one_call(), torch.inference_mode(False):
             if self._closed:
                 raise StepError(
                     "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"

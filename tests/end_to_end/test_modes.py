@@ -126,6 +126,29 @@ def test_training_after_a_first_call_in_inference_mode(dtype: torch.dtype, strea
         assert run(model, adamw(model)) == wanted
 
 
+@pytest.mark.usefixtures("little_is_small")
+def test_steps_in_inference_mode(streamed: Any) -> None:
+    """As of a loop whose optimizer is called without any care for autograd."""
+
+    def run(model: Any) -> list[float]:
+        optimizer, losses = adamw(model), []
+        torch.manual_seed(1)
+        for _ in range(3):
+            loss = model(**vectors()).loss
+            loss.backward()
+            with torch.inference_mode():
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected, model = PERCEPTRON.build(), PERCEPTRON.build()
+    wanted = run(expected)
+    with streamed(model, policy="lohan-ds", hold_gradients=True):
+        assert run(model) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 def test_hooks_that_come_after_the_capture_run(streamed: Any) -> None:
     def run(model: Any) -> list[float]:
         optimizer, found = adamw(model), []
