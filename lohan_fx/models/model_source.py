@@ -125,12 +125,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--model: there is no {path}: expected the config.json of a Hugging Face model")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON of a config: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected a JSON object with a model's settings, found {type(raw).__name__}")
     return raw
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """Transformers saves infinity, as of Bamba's steps, as ``{"__float__": "Infinity"}``."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _checked_config(path: Path, raw: dict[str, Any]) -> Any:
@@ -155,13 +160,13 @@ def _checked_config(path: Path, raw: dict[str, Any]) -> Any:
             raise ValueError(f'{path} has no "{name}": {_remedy(raw, kind_of_config, field)}')
         _check_size(path, name, raw[name], largest)
     for name, largest in LARGEST_OF_OTHERS.items():
-        if raw.get(name) is not None:
-            _check_size(path, name, raw[name], largest)
+        for size in _each(raw.get(name)):
+            _check_size(path, name, size, largest)
     for name, value in raw.items():
         if name.endswith(("dropout", "_pdrop")):
             _check_share(path, name, value)
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if heads is not None and groups is not None and heads % groups:
+    if heads is not None and isinstance(groups, int) and heads % groups:
         raise ValueError(
             f'{path}: "num_key_value_heads" is {groups}, which does not divide the {heads} of "num_attention_heads"'
         )
@@ -193,6 +198,13 @@ def _remedy(raw: Mapping[str, Any], kind_of_config: type, field: str) -> str:
 def _check_size(path: Path, name: str, value: object, largest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise ValueError(f'{path}: "{name}" is {value!r}: expected a whole number from 1 to {largest:,}')
+
+
+def _each(value: object) -> list[Any]:
+    """Some families have a size for each layer."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
 
 
 def _check_share(path: Path, name: str, value: object) -> None:

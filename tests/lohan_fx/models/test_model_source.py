@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lohan_fx.models.model_families import Family
 from lohan_fx.models.model_presets import named
@@ -109,6 +110,19 @@ def test_old_names_of_settings_count(tmp_path: Path) -> None:
     assert source_of(str(tmp_path / "config.json")).make(1, None).tokens == 64
 
 
+def test_configs_as_transformers_saves_them(tmp_path: Path) -> None:
+    """Bamba's steps have no limit, which is no number of JSON's; Gemma 3n has a width for each layer."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+    for config in (
+        transformers.BambaConfig(**sizes, num_key_value_heads=2, mamba_n_heads=2, mamba_d_head=32, mamba_n_groups=1),
+        transformers.Gemma3nTextConfig(
+            **sizes, intermediate_size=[64, 96], activation_sparsity_pattern=[0.0, 0.0], num_kv_shared_layers=0
+        ),
+    ):
+        config.save_pretrained(tmp_path)
+        assert sum(p.numel() for p in source_of(str(tmp_path)).make(1, 16).model.parameters())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,6 +137,8 @@ def test_old_names_of_settings_count(tmp_path: Path) -> None:
         ({"vocab_size": 3.5}, '"vocab_size" is 3.5'),
         ({"num_attention_heads": True}, '"num_attention_heads" is True'),
         ({"intermediate_size": 0}, '"intermediate_size" is 0'),
+        ({"intermediate_size": [128, 0]}, '"intermediate_size" is 0'),
+        ({"rope_theta": {"__float__": None}}, "is not JSON of a config"),
         ({"num_attention_heads": 5}, "transformers"),
         ({"hidden_act": "nonsense"}, "cannot build a causal language model"),
     ],
