@@ -276,8 +276,14 @@ def _captured(
     except TorchRuntimeError as error:
         if source.is_code:
             raise
+        why = first_line(error)
+        if "scalar type" in why and dtype is not torch.float32:
+            raise ValueError(
+                f"{source.name}: the model of this config does not run in {dtype}, since some of what it computes with stays "
+                f"float32: {why}; choose --compute-dtype float32"
+            ) from error
         raise ValueError(
-            f"{source.name}: the model of this config does not run, so its sizes do not go together: {first_line(error)}"
+            f"{source.name}: the model of this config does not run, so its sizes do not go together: {why}"
         ) from error
     except RuntimeError as error:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))

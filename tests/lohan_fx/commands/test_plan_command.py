@@ -532,6 +532,24 @@ def test_a_config_whose_sizes_do_not_go_together(tmp_path: Path, capsys: pytest.
         assert message in one_line(capsys)
 
 
+def test_a_model_that_computes_in_float32_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decays of MiniMax's linear attention are buffers, whose dtype no parameter decides."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 96,
+    }
+    others = {"num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax", **sizes, **others}))
+    shape = ("--seq", "8", "--no-simulation")
+    assert plan(str(tmp_path), *shape) == 1
+    line = one_line(capsys)
+    assert "does not run in torch.bfloat16" in line and "--compute-dtype float32" in line
+    assert plan(str(tmp_path), *shape, "--compute-dtype", "float32") == 0
+
+
 def test_a_config_whose_model_cannot_be_captured_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its sizes are in order: it edits a parameter."""
     sizes = {
