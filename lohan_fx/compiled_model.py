@@ -29,7 +29,7 @@ from lohan_fx.parameters.held_gradient import HeldGradient
 from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.reached import Sources, reached
 from lohan_fx.parameters.saved_dtype import note_dtype
-from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, streaming
+from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, moving, streaming
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.symbolic_sizes import is_symbolic
 from lohan_fx.passes.touched_values import brought_bytes
@@ -149,7 +149,9 @@ class CompiledModel:
             for module, name in original.places:
                 module._parameters[name] = shells[slot]
         for module in {module for original in self._originals.values() for module, _ in original.places}:
-            self._stream_state_dict(module)
+            self._replace(module, "_save_to_state_dict", self._save)
+            self._replace(module, "_load_from_state_dict", self._load)
+            self._replace(module, "_apply", self._moved)
         for module in self.model.modules():
             self._replace(module, "load_state_dict", self._load_all)
         self._replace(self.model, "zero_grad", self._zero_grad)
@@ -289,10 +291,6 @@ class CompiledModel:
         living.append(self)
         self._restore.append(functools.partial(living.remove, self))
 
-    def _stream_state_dict(self, module: nn.Module) -> None:
-        self._replace(module, "_save_to_state_dict", self._save)
-        self._replace(module, "_load_from_state_dict", self._load)
-
     def _replace(self, module: nn.Module, name: str, ours: Callable[..., None]) -> None:
         """``module.name(...)`` is ``ours(its own method, ...)`` until the model is released."""
         object.__setattr__(module, name, functools.partial(ours, getattr(module, name)))
@@ -340,6 +338,10 @@ class CompiledModel:
             widest = max(saved, key=lambda dtype: dtype.itemsize)
             note_dtype(Path(save_directory), self._request.compute_dtype, str(widest).removeprefix("torch."))
         return returned
+
+    def _moved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with moving():
+            return original(*args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         self.engine.updates.drop()

@@ -38,6 +38,9 @@ class ShellOwner(Protocol):
 # Inside `state_dict()` and `load_state_dict()` of a compiled model `detach` reads and `copy_` writes the store.
 _streaming: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_streaming", default=False)
 
+# Inside `module.to(...)`, which changes nothing of a shell, nor of the gradient that is held for it or applied already.
+_moving: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_moving", default=False)
+
 # Nothing here tells of a parameter's values. A version of torch that lacks one does without.
 # Whether what Dynamo traces is a compiled model of ours. A plain global, because Dynamo must read it.
 _capturing = False
@@ -120,7 +123,7 @@ class Shell(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """None, as long as no gradient is held for it; else what stands for it (``held_gradient``)."""
         owner = getattr(self, "owner", None)
-        return None if owner is None or _tracing() else owner.gradient(self)
+        return None if owner is None or _moving.get() or _tracing() else owner.gradient(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -178,11 +181,24 @@ def make_shell(like: torch.Tensor, *, dtype: torch.dtype, device: torch.device) 
 @contextlib.contextmanager
 def streaming() -> Iterator[None]:
     """Within: ``shell.detach()`` reads the parameter from the store, ``shell.copy_(value)`` writes it."""
-    token = _streaming.set(True)
+    with _within(_streaming):
+        yield
+
+
+@contextlib.contextmanager
+def moving() -> Iterator[None]:
+    """Within: shells say nothing of their gradients."""
+    with _within(_moving):
+        yield
+
+
+@contextlib.contextmanager
+def _within(what: contextvars.ContextVar[bool]) -> Iterator[None]:
+    token = what.set(True)
     try:
         yield
     finally:
-        _streaming.reset(token)
+        what.reset(token)
 
 
 @contextlib.contextmanager

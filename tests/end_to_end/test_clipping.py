@@ -486,6 +486,22 @@ def test_too_late_to_clip(clip: Clip, on_nvme: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_moves_nothing_asks_for_no_gradient(holds: bool, on_nvme: Any) -> None:
+    """As Lightning does after an error, which another one of ours would hide."""
+    expected = PERCEPTRON.build()
+    expected(**vectors()).loss.backward()
+    torch.optim.AdamW(expected.parameters(), lr=LR).step()
+    with on_nvme(model := PERCEPTRON.build(), hold_gradients=holds):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, accumulation_steps=1)
+        model(**vectors()).loss.backward()
+        assert model.cpu().to("cpu").float() is model
+        with pytest.raises(OffloadedParameterError, match=r"lohan_fx\.release"):
+            model.double()
+        optimizer.step()
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 def test_a_norm_that_is_not_finite(on_nvme: Any) -> None:
     with on_nvme(PERCEPTRON.build()) as model:
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
