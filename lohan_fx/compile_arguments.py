@@ -41,6 +41,10 @@ def check_arguments(
         )
     if hw.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"the hardware profile {hw.name!r} is of a CUDA device, and this process sees none")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "compile() was called within torch.inference_mode(), whose tensors autograd refuses: call it outside"
+        )
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")
     runnable(policy)

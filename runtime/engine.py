@@ -91,6 +91,10 @@ class Engine:
                 "threads nor its files: compile a model of its own there, or lohan_fx.release(model) before the fork"
             )
 
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise StepError(f"{what} after the model was released, or ended by lohan_fx.reset() or an interrupt")
+
     # --- setting up -------------------------------------------------------------------------------------------
 
     def configure(
@@ -240,10 +244,7 @@ class Engine:
         if Ctrl-C keeps what follows from running."""
         # Lanes, which are in no such mode, write what is made here.
         with self.one_call(), torch.inference_mode(False):
-            if self._closed:
-                raise StepError(
-                    "step() was called after the model was released, or ended by lohan_fx.reset() or an interrupt"
-                )
+            self._refuse_if_closed("step() was called")
             self.micro_batches.refuse_if_torn()
             if self._machine is None:
                 counted()
@@ -265,14 +266,16 @@ class Engine:
         return sum(self.states.written_by_update(slot) for slot in self.updates.pending())
 
     def before_reading(self) -> None:
-        """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done."""
+        """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done, or all is over."""
         self._refuse_if_inherited()
+        self._refuse_if_closed("parameters or optimizer states were read")
         self.micro_batches.refuse_if_unfinished("parameters or optimizer states were read")
         self._drain()
 
     def before_writing(self) -> None:
         """Before they are written from outside, which a torn step needs and one that only lacks ``step`` forbids."""
         self._refuse_if_inherited()
+        self._refuse_if_closed("parameters or optimizer states were loaded")
         if not self.micro_batches.torn:
             self.micro_batches.refuse_if_unfinished("parameters or optimizer states were loaded")
             self._drain()

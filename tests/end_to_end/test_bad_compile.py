@@ -79,6 +79,12 @@ def streamed(model: nn.Module, nvme: Path, **arguments: Any) -> nn.Module:
 # --- directories ----------------------------------------------------------------------------------------------
 
 
+def test_compile_in_inference_mode(nvme: Path) -> None:
+    model = Tiny()
+    with torch.inference_mode():
+        refused(model, ValueError, "inference_mode", "call it outside", nvme=nvme)
+
+
 def test_a_directory_that_is_not_there(nvme: Path) -> None:
     refused(Tiny(), ValueError, str(nvme / "gone"), "missing", "mkdir -p", nvme=nvme / "gone")
     assert not (nvme / "gone").exists()

@@ -830,6 +830,17 @@ def test_release_between_forward_and_backward(tmp_path: Path) -> None:
     assert [pair.model(batch(1)).item()] == pair.plain.step(batch(1))
 
 
+@pytest.mark.parametrize("end", [lohan_fx.release, lohan_fx.reset])
+def test_an_optimizer_whose_model_is_gone(end: Callable[[Any], object], tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "swap-nvme")
+    pair.step(0)
+    saved = pair.optimizer.state_dict()
+    end(pair.model)
+    for use in (pair.optimizer.step, pair.optimizer.state_dict, lambda: pair.optimizer.load_state_dict(saved)):
+        with pytest.raises(StepError, match=r"after the model was released, or ended by lohan_fx\.reset"):
+            use()
+
+
 def test_release_between_backward_and_step(tmp_path: Path) -> None:
     """The update ran inside the backward: the parameters are those after it."""
     pair = Pair(tmp_path, "swap-nvme", accumulation_steps=1)
