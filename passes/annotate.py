@@ -235,4 +235,9 @@ def at_hint(size: Size) -> int:
             f"a tensor has the size {size}, which depends on values and not on input shapes, so no memory can be planned "
             "for it: replace what makes it (nonzero, masked_select, x[mask]) by torch.where or padding"
         )
+    if not isinstance(hint, int):
+        raise CaptureError(
+            f"a tensor has the size {size}, of a nested tensor whose parts differ in length, which lohan_fx cannot plan: pad the "
+            "inputs, x.to_padded_tensor(0.0)"
+        )
     return int(hint)

@@ -547,6 +547,14 @@ def test_a_graph_that_cannot_be_streamed(what: Callable[..., torch.Tensor], reas
     lohan_fx.release(model)
 
 
+def test_training_with_nested_tensors(nvme: Path) -> None:
+    nested = torch.nested.nested_tensor([batch(rows=2), batch(rows=3)], layout=torch.jagged)
+    model = streamed(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nvme)
+    with pytest.raises(CaptureError, match=r"a nested tensor.*to_padded_tensor"):
+        model(nested)
+    lohan_fx.release(model)
+
+
 def test_parameters_edited_without_gradients(nvme: Path) -> None:
     model = streamed(Odd(edits_itself), nvme)
     with torch.no_grad(), pytest.raises(CaptureError, match=r"edits its parameter layers.1.weight in place"):
