@@ -273,6 +273,11 @@ def _remedy(report: str) -> str:
             "That is inside torch.utils.checkpoint, which is superfluous here, because plans decide what is recomputed: leave it "
             "out (model.gradient_checkpointing_disable() of Hugging Face's models), or change that code."
         )
+    if "support RNN, GRU, or LSTM" in report:
+        return (
+            "Dynamo traces recurrent layers, step by step, with torch._dynamo.config.allow_rnn = True; on a CPU "
+            "torch.backends.mkldnn.set_flags(False) must be called, too, since its kernel of LSTM cannot be traced."
+        )
     return "Change that code."
 
 

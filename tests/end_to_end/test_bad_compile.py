@@ -415,6 +415,24 @@ def test_a_graph_break_says_where_and_why(what: Callable[..., torch.Tensor], rea
     assert not list(nvme.iterdir())
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_says_how_it_is_traced(kind: type[nn.RNNBase], nvme: Path) -> None:
+    torch.manual_seed(0)
+    with lohan_fx.releasing(streamed(kind(WIDTH, WIDTH), nvme)) as model:
+        expected = kind(WIDTH, WIDTH)
+        expected.load_state_dict(model.state_dict())
+        with pytest.raises(CaptureError, match=r"allow_rnn = True.*torch\.backends\.mkldnn\.set_flags\(False\)"):
+            model(batch())
+        with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
+            optimizers = lohan_fx.AdamW(model.parameters()), torch.optim.AdamW(expected.parameters())
+            for _ in range(2):
+                for trained, optimizer in zip((model, expected), optimizers, strict=True):
+                    trained(batch())[0].square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    same_weights(model, expected)
+
+
 def test_a_graph_break_inside_a_checkpoint_says_that_none_is_needed(nvme: Path) -> None:
     model = streamed(Odd(breaks_in_a_checkpoint), nvme)
     with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
