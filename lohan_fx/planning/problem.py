@@ -57,7 +57,7 @@ class Problem:
     not said. ``in_turns``: whether what is swapped is spread over the model, which keeps the link at work all the time, instead
     of being what is made first, which is away longest; then ``soon_back``, which are away for little longer than they take, had
     better stay. ``windows_of``: which windows a promise of so many bytes of host memory gets; None: these, whatever it is.
-    ``forwards``: how many of them wait for their backwards at once.
+    ``forwards``: how many of them wait for their backwards at once. ``swaps``: whether activations may be swapped.
     """
 
     policy: str
@@ -79,6 +79,7 @@ class Problem:
     soon_back: frozenset[str] = frozenset()
     windows_of: Callable[[int], Windows] | None = None
     forwards: int = 1
+    swaps: bool = True
 
     def windows_for(self, promise_bytes: int) -> Windows:
         """The windows of another promise of host memory."""
@@ -88,4 +89,6 @@ class Problem:
     def small_activation_bytes(self) -> int:
         """What is smaller is not worth a transfer."""
         largest = max((a.bytes for a in self.activations.activations.values()), default=0)
+        if not self.swaps:
+            return largest + 1
         return max(SMALL_ACTIVATION_BYTES, min(MOST_SMALL_BYTES, int(SMALL_SHARE * largest)))

@@ -18,6 +18,7 @@ from lohan_fx.passes.activation_graph import Activation, ActivationGraph
 from lohan_fx.passes.search import useful
 from lohan_fx.plan import Decision, Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Use
 from lohan_fx.planning.joint_search import joint_search
+from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.planning.plan_builder import build_plan, default_homes
 from lohan_fx.planning.problem import ParameterFacts, Problem
 from tests.exhaustive import examples
@@ -518,6 +519,22 @@ def test_memory_that_graphs_turn_out_not_to_need_is_used() -> None:
     plan = joint_search(asked, hardware(False))
     assert kept(plan) + sum(p.bytes for p in plan.parameters if p.home is Tier.DEVICE) > 30 * MIB
     assert len(calls) <= 5
+
+
+def test_little_is_not_swapped_where_what_is_on_its_way_takes_more_memory_than_that() -> None:
+    """The least plan swaps, and so do all that are found with what its graphs need, windows included."""
+
+    def peak(plan: Plan) -> int:
+        swaps = any(isinstance(a.decision, Swap) for a in plan.activations)
+        return PEAK + kept(plan) + (40 * MIB if swaps else 0)
+
+    windows = replace(WINDOWS, swap_in_bytes=20 * MIB, swap_out_bytes=20 * MIB)
+    tight = replace(problem(FIXED + PEAK + 42 * MIB, 10_000 * MIB), windows=windows)
+    asked, calls = counted(tight, peak)
+    plan = joint_search(asked, hardware(True))
+    assert not any(isinstance(a.decision, Swap) for a in plan.activations)
+    assert peak(plan) + sum(resident_bytes(plan)) <= PEAK + 42 * MIB
+    assert len(calls) <= 6
 
 
 def test_windows_shrink_where_not_even_the_least_plan_fits_with_them() -> None:
