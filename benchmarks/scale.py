@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from report import arguments, at_least_one, finish, own_folder, profile
-from workload import SIZES, Workload, memory_bytes, streamed
+from workload import SIZES, Workload, dtype_argument, memory_bytes, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -40,7 +40,7 @@ def child(size: str, args: argparse.Namespace) -> None:
     hw = HardwareProfile.load(args.hw)
     before_bytes = memory_bytes("VmRSS")
     ours = streamed(
-        Workload(size, args.batch, args.seq), hw, args.nvme,
+        Workload(size, args.batch, args.seq, dtype=args.dtype), hw, args.nvme,
         host_memory=args.host_memory, policy=args.policy, revise=False,
     )  # fmt: skip
     monitor = lohan_fx.Monitor(ours.model)  # the peak begins here: the model itself was made in RAM
@@ -70,7 +70,7 @@ def child(size: str, args: argparse.Namespace) -> None:
 def measured(size: str, args: argparse.Namespace, hw: Path) -> dict[str, Any]:
     print(f"training {size}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--child", size, "--hw", str(hw), "--nvme", str(args.nvme)]
-    for name in ("host-memory", "policy", "batch", "seq", "steps"):
+    for name in ("host-memory", "policy", "batch", "seq", "steps", "dtype"):
         command += [f"--{name}", str(getattr(args, name.replace("-", "_")))]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least_one, default=3)
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--policy", default="recompute")
+    dtype_argument(parser)
     parser.add_argument("--child", help="internal: the measured process")
     args = parser.parse_args()
     if args.child:
@@ -132,7 +133,7 @@ def main() -> None:
     if "more_rss_bytes" in figures:
         more, named = figures["more_rss_bytes"], figures["named_rss_bytes"]
         table.append(("more layers", f"{more / 1e6:.0f} MB more RSS; the plans say {named / 1e6:.0f} MB"))
-    extra = {"policy": args.policy, "host_memory": args.host_memory, "batch": args.batch, "seq": args.seq}
+    extra = {name: getattr(args, name) for name in ("policy", "host_memory", "batch", "seq", "dtype")}
     finish("scale", table, {**figures, **extra}, missed, save=args.save)
 
 
