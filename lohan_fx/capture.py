@@ -73,7 +73,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         coming: dict[str, Rises] = {}
         obeyed: list[Plan] = []
         kept: list[int | None] = []
-        traced: list[GraphModule] = []
+        lowered: list[Callable[[list[Any]], Any]] = []
         assigned: dict[str, Assignment] = {}
         sources: dict[int, Collection[int]] = {}
         workspace, room = model.workspace, model.room
@@ -106,9 +106,12 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             kept.append(kept_output(halves, plan))
             room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
             coming.update(_host_rises(halves, plan))
-            assert halves.backward is not None
-            traced.append(halves.backward)
-            return halves.forward, halves.backward
+            backward = halves.backward
+            assert backward is not None
+            # AOTAutograd would lower a copy of it as the first backward comes, beside all that its forward has kept.
+            lowered.append(run(backward, "backward", lambda: model.backward(coming["backward"], plan, sources)))
+            setattr(backward, "__deepcopy__", lambda _: backward)  # noqa: B010  of this one, which has no such attribute
+            return halves.forward, backward
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
             halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
@@ -125,7 +128,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
         ) -> Any:
             graph = replace_segments(graph, compiled.get(half, {}))
             function = linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room)
-            # What compiling its code took: the first backward is linked beside all that its forward has kept.
+            # What compiling its code took.
             process_memory.return_free_memory()
             return _guarded(function, around, after)
 
@@ -133,18 +136,13 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
             _let_backward_run_again()
             return run(graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits)
 
-        def backward(graph: GraphModule, inputs: Any) -> Any:
-            """Of ``traced``, of which AOTAutograd hands out a copy."""
-            del graph
-            return run(traced[0], "backward", lambda: model.backward(coming["backward"], obeyed[0], sources))
-
         def waits(outputs: Sequence[Any]) -> None:
             if kept[0] is not None:
                 model.waits(obeyed[0], outputs[kept[0]])
 
         graph = aot_autograd(
             fw_compiler=forward,
-            bw_compiler=backward,
+            bw_compiler=lambda *_: lowered[0],
             inference_compiler=inference,
             partition_fn=training,
         )(gm, example_inputs)
