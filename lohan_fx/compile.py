@@ -187,7 +187,9 @@ def release(model: nn.Module) -> nn.Module:
 
     The parameters get the dtype they had before ``compile``. Raises ``ValueError`` if the model is not compiled.
     """
-    compiled(model).release()
+    runtime = compiled(model)
+    with runtime.engine.one_call():
+        runtime.release()
     return model
 
 

@@ -153,6 +153,7 @@ class CompiledModel:
             self._replace(module, "_load_from_state_dict", self._load)
             self._replace(module, "_apply", self._moved)
         for module in self.model.modules():
+            self._replace(module, "state_dict", self._save_all)
             self._replace(module, "load_state_dict", self._load_all)
         self._replace(self.model, "zero_grad", self._zero_grad)
         if hasattr(self.model, "save_pretrained"):
@@ -310,6 +311,11 @@ class CompiledModel:
         with streaming():
             original(state_dict, prefix, local_metadata, *args)
 
+    def _save_all(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """All of one moment, whatever another thread trains meanwhile."""
+        with self.engine.one_call():
+            return original(*args, **kwargs)
+
     def _load_all(
         self, original: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -320,7 +326,8 @@ class CompiledModel:
             state_dict = OrderedDict(state_dict)
             cleared = {prefix: {k: v for k, v in local.items() if k != _ASSIGNS} for prefix, local in noted.items()}
             setattr(state_dict, "_metadata", cleared)  # noqa: B010  of which mypy knows nothing
-        return original(state_dict, strict=strict)
+        with self.engine.one_call():
+            return original(state_dict, strict=strict)
 
     def _save_pretrained(self, original: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Transformers notes the dtype that the model computes in, and would load in it what is written, the masters."""
@@ -344,7 +351,8 @@ class CompiledModel:
             return original(*args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
-        self.engine.updates.drop()
+        with self.engine.one_call():
+            self.engine.updates.drop()
         original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------
@@ -559,7 +567,8 @@ class CompiledModel:
         return HeldGradient.of(shell, shell.slot, shell.parameter_name, held)
 
     def drop_gradient(self, slot: int) -> None:
-        self.engine.updates.drop_one(slot)
+        with self.engine.one_call():
+            self.engine.updates.drop_one(slot)
 
     def drops_gradients(self, slot: int) -> bool:
         """Whether there is an optimizer, and it was not given this parameter."""
@@ -568,13 +577,14 @@ class CompiledModel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture, plan and link for these inputs without running anything; the plan."""
-        self._preparing = True
-        try:
-            self._run(self.model, *args, **kwargs)
-        except Prepared as ready:
-            return ready.plan
-        finally:
-            self._preparing = False
+        with self.engine.one_call():
+            self._preparing = True
+            try:
+                self._run(self.model, *args, **kwargs)
+            except Prepared as ready:
+                return ready.plan
+            finally:
+                self._preparing = False
         raise AssertionError("a call of the model ran none of its graphs")
 
     def release(self) -> None:

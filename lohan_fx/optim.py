@@ -7,10 +7,11 @@ The arithmetic is torch's own: with the same ``fused`` the bits are those of ``t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,19 @@ from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.parameters.shell import Shell
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
+
+T = TypeVar("T")
+
+
+def _in_one_call(method: Callable[..., T]) -> Callable[..., T]:
+    """``method`` while no other thread calls, trains or steps the model."""
+
+    @functools.wraps(method)
+    def alone(self: Adam, *args: Any, **kwargs: Any) -> T:
+        with self.engine.one_call():
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class Adam(torch.optim.Optimizer):
@@ -192,6 +206,7 @@ class Adam(torch.optim.Optimizer):
 
     # --- state_dict: torch's own format, so that it can be exchanged with torch.optim.AdamW -------------------
 
+    @_in_one_call
     def state_dict(self) -> dict[str, Any]:
         """As torch's: all moments are read into memory (8 bytes per parameter)."""
         assert self._engine is not None
@@ -209,6 +224,7 @@ class Adam(torch.optim.Optimizer):
         finally:
             self.state.clear()
 
+    @_in_one_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's: writes steps and moments to the store. Parameters without an entry get zero moments; the entry of one that
         was frozen when the model was compiled is left out, with a warning."""

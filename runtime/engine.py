@@ -5,7 +5,8 @@ is before anybody looks: a fetch waits for its parameter's update, and whoever e
 them. An error on any lane surfaces at the node that waits for it, or at ``step``. ``close`` ends all threads, and removes
 the files unless told otherwise.
 
-Assumes: forwards and backwards, each in ``one_call``, and ``step`` are called one after the other, whichever threads do.
+Assumes: forwards and backwards, and what reads or writes states from outside, each in ``one_call``, and ``step`` are called one
+after the other, whichever threads do.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ class Engine:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Around a call of the model, with what is captured for it, a backward and ``step``: another thread's waits."""
+        """Around a call of the model, with what is captured for it, a backward, ``step``, and whatever else reads or writes
+        parameters, states or held gradients: another thread's waits."""
         self._refuse_if_inherited()
         with self._calling:
             yield
@@ -258,8 +260,9 @@ class Engine:
     def drop_gradients(self) -> None:
         """``zero_grad``: forget the gradients that are held, which ends a step that is skipped. Raises ``StepError`` where they
         have been applied already."""
-        self.updates.drop()
-        self.wear.step_ends()
+        with self.one_call():
+            self.updates.drop()
+            self.wear.step_ends()
 
     def _still_to_write(self) -> int:
         """Most bytes that the updates which ``step`` began may yet write."""

@@ -70,9 +70,11 @@ def checkpoint(
         ValueError, TypeError: the model has no directory of its own (``compile(..., nvme=...)``), or something given
             cannot be stored.
     """
-    optimizer = _unwrapped(compiled(model).engine, optimizer)
+    engine = compiled(model).engine
+    optimizer = _unwrapped(engine, optimizer)
     optimizer.parts = Parts(scheduler, loader, extra)
-    return commit_training(model, optimizer, optimizer.parts, keep, verify=verify)
+    with engine.one_call():
+        return commit_training(model, optimizer, optimizer.parts, keep, verify=verify)
 
 
 def resume(

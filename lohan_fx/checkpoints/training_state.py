@@ -39,7 +39,8 @@ class Parts:
 def commit_training(
     model: nn.Module, optimizer: Adam, parts: Parts, keep: int | None, *, verify: bool = False, stopped: bool = False
 ) -> int:
-    """Make the training as it is now a checkpoint; its number. Raises as ``lohan_fx.checkpoint``."""
+    """Make the training as it is now a checkpoint; its number. In ``one_call`` of the engine. Raises as
+    ``lohan_fx.checkpoint``."""
     engine = optimizer.engine
     if engine.resumed is not None:
         raise StepError("the model was compiled from a checkpoint: call lohan_fx.resume(model, optimizer, ...) first")
@@ -71,7 +72,8 @@ def stopped_by_wear(optimizer: Adam, model: nn.Module) -> WearBudgetExceeded:
     if engine.store.is_temporary:
         return engine.wear.exceeded("the step is whole; there is no checkpoint, because the store is a temporary one")
     try:
-        number = commit_training(model, optimizer, optimizer.parts, None, stopped=True)
+        with engine.one_call():
+            number = commit_training(model, optimizer, optimizer.parts, None, stopped=True)
     except (StoreError, ValueError, TypeError) as error:
         return engine.wear.exceeded(f"the step is whole, but no checkpoint could be made of it ({error})")
     return engine.wear.exceeded(f"checkpoint {number} was made after step {optimizer.steps_done}", number)

@@ -125,3 +125,59 @@ def test_calls_of_several_threads_wait_for_each_other(on_nvme: Callable[..., Any
                 other.join()
     assert not failed and max(together) == 1
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+ASKS: dict[str, Callable[[Any, Any], object]] = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict({}, strict=False),
+    "zero_grad": lambda model, optimizer: model.zero_grad(),
+    "optimizer.state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "optimizer.load_state_dict": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "checkpoint": lohan_fx.checkpoint,
+    "prepare": lambda model, optimizer: lohan_fx.prepare(model, **vectors()),
+    "release": lambda model, optimizer: lohan_fx.release(model),
+}
+
+
+def test_what_another_thread_asks_for_waits_for_the_call(hw: Any, directory: Any) -> None:
+    """A checkpoint during a step left states of two steps in it, under checksums of neither."""
+    model = PERCEPTRON.build()
+    lohan_fx.compile(model, hw, nvme=directory, compute_dtype=torch.float32, host_memory="2GiB", checkpoints=1)
+    optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+    clipped_step(model, optimizer, 0)
+    engine = compiled(model).engine
+    for name, ask in ASKS.items():
+        other = threading.Thread(target=ask, args=(model, optimizer))
+        with engine.one_call():
+            other.start()
+            other.join(0.1)
+            assert other.is_alive(), f"{name} did not wait"
+        other.join(PATIENCE_S)
+        assert not other.is_alive()
+    assert not hasattr(model, "_lohan_fx")
+
+
+def test_state_dicts_of_another_thread_are_of_one_step(on_nvme: Callable[..., Any]) -> None:
+    model, found = PERCEPTRON.build(), []
+    of_steps = [weights_of(model)]
+    trained = threading.Event()
+
+    def look() -> None:
+        while not trained.is_set():
+            found.append(model.state_dict())
+
+    with on_nvme(model, hold_gradients=True):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        other = threading.Thread(target=look)
+        other.start()
+        try:
+            for seed in range(8):
+                clipped_step(model, optimizer, seed)
+                of_steps.append(dict(model.state_dict()))
+        finally:
+            trained.set()
+            other.join()
+    assert all(
+        any(all(torch.equal(value, step[name]) for name, value in one.items()) for step in of_steps) for one in found
+    )
