@@ -198,6 +198,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None and not output.resolve().parent.is_dir():
         raise ValueError(f"--output: there is no directory {output.resolve().parent}")
+    if output is not None and output.is_dir():
+        raise ValueError(f"--output: {output} is a directory: name a file in it, such as {output / 'hw.toml'}")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
         profile = HardwareProfile.measure(arguments.nvme, device=arguments.device, seconds=arguments.seconds)

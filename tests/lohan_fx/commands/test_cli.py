@@ -253,6 +253,8 @@ def test_measure_finds_out_early_that_it_cannot_write(
     monkeypatch.setattr(HardwareProfile, "measure", lambda *_, **__: pytest.fail("measured in vain"))
     assert main(["measure", "--output", str(tmp_path / "none" / "hw.toml")]) == 1
     assert "there is no directory" in one_line(capsys)
+    assert main(["measure", "--output", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a directory: name a file in it" in one_line(capsys)
 
 
 def test_measure_of_a_missing_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
