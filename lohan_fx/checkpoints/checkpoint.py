@@ -108,7 +108,7 @@ def resume(
                 here, there = ("a", "none") if saved is None else ("no", "one")
                 raise ValueError(f"resume was given {here} {name}; the checkpoint holds {there}")
             if taker is not None:
-                taker.load_state_dict(saved)
+                _take_up(name, taker, saved)
         # torch's own, without states: ours are in the store already.
         torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
         optimizer.steps_done = step
@@ -134,6 +134,16 @@ def resumable(model: nn.Module) -> Resumed | None:
     return Resumed(
         saved_count(state, "step", number), decoded(state["extra"]), number, state.get(STOPPED_IN_STEP) is True
     )
+
+
+def _take_up(name: str, taker: Stateful, saved: dict[str, Any]) -> None:
+    try:
+        taker.load_state_dict(saved)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the {name} is a {type(taker).__name__}, which does not take the state that the checkpoint holds ({error!r}): give "
+            "resume one of the kind that checkpoint was given"
+        ) from error
 
 
 def _unwrapped(engine: Engine, optimizer: Adam) -> Adam:

@@ -267,6 +267,17 @@ def test_another_model_is_refused(begin: Begin, directory: Path) -> None:
     assert (directory / STORE_NAME).read_bytes() == before
 
 
+def test_a_scheduler_of_another_kind_is_refused_by_name(begin: Begin) -> None:
+    training = begin()
+    training.step()
+    training.checkpoint()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+    again.scheduler = torch.optim.lr_scheduler.LambdaLR(again.optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match="the scheduler is a LambdaLR, which does not take the state"):
+        again.resume()
+
+
 def test_what_was_learned_of_a_step_is_resumed(begin: Begin) -> None:
     training = begin()
     training.loader.next()
