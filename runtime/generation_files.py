@@ -195,6 +195,12 @@ def survey(directories: Sequence[Path]) -> Kept:
     """
     numbers = generations_in(directories[0])
     if not numbers:
+        for other in directories[1:]:
+            if generations_in(other):
+                raise StoreError(
+                    f"the checkpoints are in {other}, not in {directories[0]}: name the directories of the run that wrote them, "
+                    f"in its order, {other} first"
+                )
         return Kept()
     check_private(directories[0] / CHECKPOINTS)
     read: dict[int, Manifest] = {}

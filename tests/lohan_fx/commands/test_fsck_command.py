@@ -161,6 +161,17 @@ def test_what_is_no_file_is_not_replaced_by_an_export(
     pipe.unlink()
 
 
+def test_directories_in_another_order(
+    checkpointed: tuple[list[Path], Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directories, _ = checkpointed
+    said = f"the checkpoints are in {directories[0]}, not in {directories[1]}"
+    assert main(arguments("fsck", directories[::-1])) == 1
+    assert said in capsys.readouterr().err
+    with pytest.raises(StoreError, match=said):
+        lohan_fx.compile(Tiny(), profile(), nvme=directories[::-1], resume_from_checkpoint=True)
+
+
 def test_a_running_training_is_left_alone(
     checkpointed: tuple[list[Path], Weights], capsys: pytest.CaptureFixture[str]
 ) -> None:
