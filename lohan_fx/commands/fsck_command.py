@@ -21,7 +21,9 @@ import torch
 
 from lohan_fx.checkpoints.plain_json import DTYPES, decoded_tensor
 from lohan_fx.errors import StoreError
+from lohan_fx.runtime.generation_files import CHECKPOINTS
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
+from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.stored_extents import StoredExtents
 
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
@@ -97,16 +99,20 @@ def _export(arguments: argparse.Namespace) -> None:
         )
     if not output.parent.is_dir():
         raise ValueError(f"--output: there is no folder {output.parent}: create it (mkdir -p), or name an existing one")
+    folder = output.parent.resolve()
+    if folder.name == CHECKPOINTS or ((folder / CHECKPOINTS).is_dir() and output.name == STORE_NAME):
+        raise ValueError(f"--output: {output} is, or lies among, the files of a checkpoint: name a file elsewhere")
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with StoredExtents(arguments.directories) as stored:
         manifest = stored.manifests[-1]
         if max(stored.damaged, default=0) > manifest.generation:
             raise stored.damaged[max(stored.damaged)]
         try:
-            with temporary.open("xb") as file:
-                nbytes = write_safetensors(stored, manifest, file, arguments.dtype)
-                os.fsync(file.fileno())
-            temporary.replace(output)
+            with reported_as_store_error(f"writing {output}"):
+                with temporary.open("xb") as file:
+                    nbytes = write_safetensors(stored, manifest, file, arguments.dtype)
+                    os.fsync(file.fileno())
+                temporary.replace(output)
         finally:
             temporary.unlink(missing_ok=True)
     print(f"{output}: checkpoint {manifest.generation}, after step {manifest.state.get('step')}, {nbytes:,} bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -159,6 +160,32 @@ def test_what_is_no_file_is_not_replaced_by_an_export(
     assert f"{pipe} is no file" in capsys.readouterr().err
     assert pipe.is_fifo()
     pipe.unlink()
+
+
+def test_an_export_replaces_no_file_of_a_checkpoint(
+    checkpointed: tuple[list[Path], Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directories, _ = checkpointed
+    for output in (directories[1] / STORE_NAME, generation_path(directories[0], 1)):
+        assert main(arguments("export", directories, "--output", str(output))) == 1
+        assert "the files of a checkpoint" in capsys.readouterr().err
+    assert main(arguments("fsck", directories)) == 0
+
+
+def test_an_export_that_cannot_be_written_says_where(
+    checkpointed: tuple[list[Path], Weights],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    output = tmp_path / "model.safetensors"
+    assert main(arguments("export", checkpointed[0], "--output", str(output))) == 1
+    assert f"writing {output} failed: No space left on device" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme0", "nvme1"]
 
 
 def test_directories_in_another_order(
