@@ -682,6 +682,23 @@ def test_an_older_checkpoint_that_is_damaged_costs_only_itself(directory: Path) 
         resume(directory)
 
 
+@pytest.mark.parametrize("commits", [0, 1])
+def test_the_checkpoint_before_the_newest_is_whole_also_after_a_resume(directory: Path, commits: int) -> None:
+    kept: list[dict[str, bytes]] = []
+    with begin(directory, keep=2) as store:
+        for seed in range(2):
+            kept.append(fill(store, seed))
+            store.commit({})
+    with resume(directory) as store:
+        for seed in range(2, 2 + commits):
+            kept.append(fill(store, seed))
+            store.commit({})
+        fill(store, 99)
+    generation_path(directory, len(kept)).unlink()
+    with resume(directory) as store:
+        assert everything(store) == kept[-2]
+
+
 # --- manifests that somebody else wrote --------------------------------------------------------------------------
 
 
