@@ -19,6 +19,7 @@ from tests.runtime.rig import parameter
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
+CPU = torch.device("cpu")
 HALF, FULL, EMPTY, LONG = range(4)
 SLOTS = (
     parameter("half", 11, 30, slot=HALF, compute=torch.bfloat16),
@@ -166,6 +167,39 @@ def test_the_plan_says_when_and_how_often_a_gradient_is_applied(rig: Rig) -> Non
     assert said() == [[FULL], [HALF, LONG], [LONG]]
     rig.held.apply_plan(planned(waiting(HALF, OptimizerTiming.AFTER_BACKWARD, Tier.HOST)), torch.device("cpu"))
     assert said() == [[HALF], [], []]
+
+
+def test_a_gradient_waits_where_the_plan_says_in_memory_that_it_counted(rig: Rig) -> None:
+    half = waiting(HALF, OptimizerTiming.NEXT_FORWARD, Tier.HOST)
+    late = waiting(FULL, OptimizerTiming.AFTER_BACKWARD, Tier.HOST)
+    rig.held.apply_plan(planned(half, late, waiting(LONG, OptimizerTiming.NEXT_FORWARD, Tier.NVME)), CPU)
+    for slot in (HALF, FULL, LONG):
+        rig.hold(slot, alone=True)
+    assert place(rig, HALF) == (torch.bfloat16, True) and place(rig, FULL) == (torch.float32, True)
+    assert not place(rig, LONG)[1]
+    rig.held.forget()
+    rig.held.apply_plan(planned(waiting(LONG, OptimizerTiming.NEXT_FORWARD, Tier.NVME), left=1 << 30), CPU)
+    rig.hold(LONG, alone=True)
+    assert not place(rig, LONG)[1]
+
+
+def test_what_is_updated_after_the_backward_is_held_in_fp32_from_the_first_on(rig: Rig) -> None:
+    rig.held.apply_plan(planned(waiting(HALF, OptimizerTiming.AFTER_BACKWARD, Tier.HOST)), CPU)
+    rig.held.hold_bytes = 1 << 20
+    gradient = rig.hold(HALF, alone=True)
+    held = rig.residency[HALF].held
+    assert held is not None and held.memory is not None and held.dtype == held.memory.dtype == torch.float32
+    assert torch.equal(rig.held.read(HALF), gradient.float())
+
+
+def test_the_gradient_that_came_first_is_not_changed_by_what_is_added(rig: Rig) -> None:
+    """The caller may have it, too, as ``parameter.grad`` or from a hook."""
+    rig.held.hold_bytes = 1 << 20
+    first = rig.hold(FULL, 1, alone=True)
+    before = first.clone()
+    second = rig.hold(FULL, 2)
+    assert torch.equal(first, before)
+    assert torch.equal(rig.held.read(FULL), before + second)
 
 
 def test_what_no_plan_speaks_of_has_what_all_of_them_leave(rig: Rig) -> None:
