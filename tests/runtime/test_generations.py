@@ -28,6 +28,7 @@ from lohan_fx.runtime.in_time import InTime
 from lohan_fx.runtime.manifest import VERSION, Manifest, sealed
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.store_file import STORE_NAME
+from lohan_fx.runtime.versions import Span, Versions
 from tests.runtime.faulty_backend import FaultyBackend
 from tests.runtime.test_in_time import interrupt_main_thread, interrupted_at, interruptible, lines_of
 from tests.runtime.test_nvme_store import PAGE, contents, page_aligned, patterned
@@ -229,6 +230,22 @@ def test_parts_that_failed_are_written_again_in_parts(directory: Path) -> None:
         store.commit({})
     with resume(directory) as store:
         assert everything(store) == expected
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("failed", [(0,), (1,), (0, 1)])
+def test_what_failed_counts_as_unwritten_until_the_last_part_of_it_is_written(
+    failed: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    """And no longer: no commit would come after it any more."""
+    versions = Versions(2 * PAGE, 2 * PAGE, [(), ()])
+    halves = Span(0, 0, PAGE, False), Span(0, PAGE, 2 * PAGE, False)
+    versions.write_failed(versions.span_of(0) if len(failed) == 2 else halves[failed[0]])
+    left = set(failed)
+    for half in order:
+        versions.end_write(halves[half], None)
+        left.discard(half)
+        assert bool(versions.lost) == bool(left)
 
 
 def test_each_unknown_checksum_is_a_call_of_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
