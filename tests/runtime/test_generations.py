@@ -52,10 +52,13 @@ def resume(*directories: Path, backend: FileBackend | None = None) -> NvmeStore:
 
 
 def fill(store: NvmeStore, seed: int) -> dict[str, bytes]:
-    """Write all that is kept anew; what it is then."""
+    """Write all that is kept anew; what was written."""
+    written = {}
     for name in KEPT:
-        store.write(name, 0, patterned(-(-SIZES[name] // PAGE) * PAGE, seed), SIZES[name])
-    return everything(store)
+        data = patterned(-(-SIZES[name] // PAGE) * PAGE, seed)
+        store.write(name, 0, data, SIZES[name])
+        written[name] = bytes(data[: SIZES[name]].numpy())
+    return written
 
 
 def everything(store: NvmeStore) -> dict[str, bytes]:
@@ -165,6 +168,19 @@ def test_first_write_goes_elsewhere_and_later_ones_stay(directory: Path) -> None
             store.write("a", 0, patterned(2 * PAGE, 1), 2 * PAGE)
             assert versions.current[0] != before[0]
             assert (versions.current[1:] == before[1:]).all()
+
+
+def test_the_first_write_after_a_commit_leaves_the_rest_of_its_chunk(directory: Path) -> None:
+    with begin(directory) as store:
+        expected = fill(store, 0)
+        store.commit({})
+        part, before = patterned(PAGE, 1), expected["a"]
+        store.write("a", PAGE, part, PAGE)
+        expected["a"] = before[:PAGE] + bytes(part.numpy()) + before[2 * PAGE :]
+        assert everything(store) == expected
+        store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
 
 
 def test_neighbouring_chunks_are_one_request_while_they_are_in_one_slot(directory: Path) -> None:
@@ -308,15 +324,18 @@ def test_any_sequence_of_writes_commits_and_power_losses(data: st.DataObject, tm
 
 def _live(store: NvmeStore, data: st.DataObject, possible: list[dict[str, bytes] | None]) -> None:
     """Write parts and commit, for as long as the drive lives; ``possible`` is what a resume may find."""
-    fill(store, data.draw(st.integers(0, 9)))
+    now = fill(store, data.draw(st.integers(0, 9)))
     for _ in range(data.draw(st.integers(1, 8))):
         name = data.draw(st.sampled_from(KEPT))
         pages = -(-SIZES[name] // PAGE)
         first = data.draw(st.integers(0, pages - 1))
         nbytes = min(data.draw(st.integers(1, pages)) * PAGE, SIZES[name] - first * PAGE)
-        store.write(name, first * PAGE, patterned(pages * PAGE, data.draw(st.integers(0, 99))), nbytes)
+        start, part = first * PAGE, patterned(pages * PAGE, data.draw(st.integers(0, 99)))
+        store.write(name, start, part, nbytes)
+        before = now[name]
+        now = {**now, name: before[:start] + bytes(part[:nbytes].numpy()) + before[start + nbytes :]}
         if data.draw(st.booleans()):
-            now = everything(store)
+            assert everything(store) == now
             possible.append(now)  # the commit may succeed although its process never hears of it
             store.commit({})
             possible[:] = [now]
