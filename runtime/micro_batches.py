@@ -31,7 +31,6 @@ class MicroBatches:
         self._backwards = 0
         self._open_forwards = 0
         self._applied = False
-        self._applying = False
         self._torn: str | None = None
 
     @property
@@ -84,8 +83,7 @@ class MicroBatches:
                 "backward was called after this step's update ran inside an earlier backward: call optimizer.step() "
                 "between them, or say lohan_fx.AdamW(..., accumulation_steps=n)"
             )
-        self._applying = self.expected == self._backwards + 1 and self._open_forwards <= 1
-        return self._applying
+        return self.expected == self._backwards + 1 and self._open_forwards <= 1
 
     def gradient_applied(self) -> None:
         """The first gradient of an applying backward went to the optimizer: there is no way back."""
@@ -152,7 +150,7 @@ class MicroBatches:
 
     def _forget_step(self) -> None:
         self._backwards = 0
-        self._applied = self._applying = False
+        self._applied = False
 
     def _refuse_torn(self) -> None:
         if self._torn is not None:
