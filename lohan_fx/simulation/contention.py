@@ -5,7 +5,8 @@
 - Where the compute device is the CPU, compute has a thread per core and each busy lane one. The threads of an op have
   equal shares of it and wait for each other at its end: a lane that takes half of one core halves compute, whatever
   the other cores do meanwhile. A thread on a drive sleeps most of the time (O_DIRECT); what it needs for its requests
-  it gets at once, and compute loses it.
+  it gets at once, and compute loses it. What compute keeps at least is missing to the drives: a request ends no sooner than
+  it has had its processor time.
 - Memory bandwidth is shared max-min fairly: who asks for less than a fair share gets what it asks for.
 
 On CUDA compute has memory and cores of its own; the lanes share the host's memory.
@@ -21,7 +22,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.simulation.event_clock import Job
 
 LEAST_SHARE = 0.2
-"""Of the cores, for compute, however many requests to drives there are."""
+"""For compute, of what lanes leave it, however many requests to drives there are."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,16 @@ class Contention:
         share = 1.0
         if drives:
             share = (self.mixed if len(set(drives)) > 1 else 1.0) / len(drives)
-        computing = any(job.cores > 1 for job in jobs)
+        computing = any(job.cores > 1 for job in jobs if not job.drive)
         driving = share * sum(job.cores for job in jobs if job.drive)
         lanes = sum(1 for job in jobs if not job.drive and 0 < job.cores <= 1)
         beside = math.ceil(lanes / self.cores)
         core_share = 1 / (beside + computing) if lanes else 1.0
-        compute_share = max(1 / (1 + beside) - driving, LEAST_SHARE)
+        compute_share = 1 / (1 + beside)
+        most = (1 - LEAST_SHARE) * compute_share if computing else self.cores
+        if driving > most:
+            share *= most / driving
+        compute_share -= min(driving, most)
         speeds = [
             share if job.drive else compute_share if job.cores > 1 else core_share if job.cores else 1.0 for job in jobs
         ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from lohan_fx.runtime.timeline import Event
 
 _DONE = 1e-9
 """A job is done when less than this share of it is left: its share of rounding errors, and of no one's patience."""
+
+
+ALL_CORES = math.inf
+"""What a job uses that has a thread on every core, however few there are."""
 
 
 class Signal:

@@ -21,7 +21,7 @@ from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_bu
 from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
 from lohan_fx.runtime.turns import Turns
 from lohan_fx.simulation.contention import Contention
-from lohan_fx.simulation.event_clock import Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
+from lohan_fx.simulation.event_clock import ALL_CORES, Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 
 ADAM_BYTES = 28
 """Memory traffic of one parameter's fp32 Adam: gradient read; parameter and two moments read and written."""
@@ -108,7 +108,7 @@ class SimulatedMachine:
 
     def computing(self, seconds: float, touched_bytes: int) -> Job:
         rate = touched_bytes / seconds if self.on_cpu and seconds else 0.0
-        cores = float(self.hw.cpu_cores) if self.on_cpu else 0.0
+        cores = ALL_CORES if self.on_cpu else 0.0
         return Job(COMPUTE_LANE, "", seconds, cores=cores, memory_bytes_per_s=rate, recorded=False)
 
     def copying(self, lane: str, label: str, nbytes: int) -> Job:
@@ -138,7 +138,7 @@ class SimulatedMachine:
     def _request(self, label: str, drive: str, nbytes: int, rate: float, requests: int) -> Job:
         hw = self.hw
         core_s = requests * hw.io_core_s_per_request + hw.io_core_s_per_byte * nbytes
-        cores = min(1.0, core_s * rate / nbytes) if self.on_cpu and nbytes else 0.0
+        cores = core_s * rate / nbytes if self.on_cpu and nbytes else 0.0
         return Job("ssd", label, nbytes / rate, nbytes, drive=drive, cores=cores, memory_bytes_per_s=rate)
 
     def _of_drives(self, rate: float, extent: str) -> float:
@@ -175,7 +175,7 @@ class SimulatedMachine:
             f"update of {parameter.name}",
             seconds,
             4 * elements,
-            cores=float(hw.cpu_cores if here else 1) if self.on_cpu else 0.0,
+            cores=(ALL_CORES if here else 1.0) if self.on_cpu else 0.0,
             memory_bytes_per_s=moved / seconds if seconds else 0.0,
         )
 

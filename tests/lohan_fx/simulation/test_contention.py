@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.simulation.contention import Contention, fair_shares
-from lohan_fx.simulation.event_clock import Job
+from lohan_fx.simulation.event_clock import ALL_CORES, Job
 
 MACHINE = Contention(cores=2.0, memory_bytes_per_s=100.0, mixed=0.5)
 
@@ -39,6 +39,28 @@ def test_a_lane_on_one_core_holds_up_compute_on_all() -> None:
 
 def test_a_request_to_a_drive_takes_its_processor_time_from_the_others() -> None:
     assert MACHINE.speeds([job(cores=2), job(drive="read", cores=0.2)]) == pytest.approx([0.8, 1.0])
+
+
+@given(
+    st.lists(st.floats(0.01, 9.0), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.sampled_from([1.0, 2.0, 8.0]),
+    st.booleans(),
+)
+def test_no_processor_time_of_a_request_is_lost(asked: list[float], lanes: int, cores: float, writes: bool) -> None:
+    """What the drives take compute does not get, also where requests need the processor for longer than the drive."""
+    drives = [job(drive="write" if writes and not place else "read", cores=each) for place, each in enumerate(asked)]
+    machine = dataclasses.replace(MACHINE, cores=cores)
+    compute, *others = machine.speeds([job(cores=ALL_CORES), *[job(cores=1)] * lanes, *drives])
+    taken = sum(speed * each for speed, each in zip(others[lanes:], asked, strict=True))
+    (alone, *_) = machine.speeds([job(cores=ALL_CORES), *[job(cores=1)] * lanes])
+    assert compute + taken == pytest.approx(alone)
+    assert compute > 0 and all(speed > 0 for speed in others)
+
+
+def test_without_compute_drives_have_all_cores() -> None:
+    assert MACHINE.speeds([job(drive="read", cores=2)] * 2) == [0.5, 0.5]
+    assert MACHINE.speeds([job(drive="read", cores=8)] * 2) == [0.125, 0.125]
 
 
 def test_memory_is_shared_fairly() -> None:

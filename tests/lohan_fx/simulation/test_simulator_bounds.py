@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lohan_fx import cost, simulate
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.meta import Cost
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.liveness import device_peaks, peaks
 from lohan_fx.passes.step_ends import NEGLIGIBLE
@@ -120,6 +121,22 @@ def test_never_below_the_formula(
         for name in ("compute", "ssd", "cpu", *(("h2d", "d2h") if device == "cuda" else ())):
             stages = (forward, backward, after)
             assert step.step_s >= sum(stage.lanes_s.get(name, 0.0) for stage in stages) * almost
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("per_request_s", [0.1, 10.0])
+def test_what_requests_take_of_a_processor_is_what_the_formula_says(per_request_s: float, cores: int) -> None:
+    """Also where that is longer than the drive takes for them, and where there is one core only."""
+    plan = plan_for(found := captured("dropout"), Keep())
+    hw = machine(device="cpu", cpu_cores=cores, io_core_s_per_request=per_request_s, adam_parameters_per_s=1e12)
+    halves = rewrite(found, plan)
+
+    def seconds(found: Cost) -> float:
+        return 100 * second_each(found)
+
+    work = traffic(halves, plan, seconds)
+    step = simulate(halves, plan, hw, node_seconds=seconds)
+    assert step.step_s == pytest.approx(cost.step_seconds(work, hw), rel=0.05)
 
 
 @functools.cache
