@@ -153,9 +153,10 @@ def build(dims: ModelDims, layers: int | None = None, *, dropout: float = 0.0) -
 
 def model_from_config(config: Any) -> nn.Module:
     """The causal language model of a Hugging Face ``config``, of RoBERTa the masked one, on ``meta``, in training mode,
-    without a cache."""
+    without a cache; what it returns has names, without which transformers' own models do not run."""
     transformers = _transformers()
     config.use_cache = False
+    config.return_dict = True
     masked = config.model_type == Family.ROBERTA
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     with torch.device("meta"):

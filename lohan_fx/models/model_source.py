@@ -115,7 +115,8 @@ def _of_config(path: Path) -> ModelSource:
     config = _checked_config(path, raw)
 
     def make(batch: int | None, seq: int | None) -> Example:
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's
+        positions = None if positions == -1 else positions  # XLNet's word for no limit
         return _language_model(lambda: _built(path, config), str(path), batch, seq, positions)
 
     return ModelSource(path.resolve().parent.name if path.name == "config.json" else path.stem, make)

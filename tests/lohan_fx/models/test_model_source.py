@@ -191,6 +191,30 @@ def test_positions_that_are_counted_from_the_paddings(tmp_path: Path, kind: str)
         source.make(2, 33)
 
 
+def test_other_words_for_the_longest_sequence(tmp_path: Path) -> None:
+    """XLNet has -1 positions, which stands for no limit."""
+    sizes = {"d_model": 32, "n_heads": 2, "n_head": 2, "vocab_size": 96}
+    for config in (
+        {"model_type": "mpt", "n_layers": 2, "max_seq_len": 64},
+        {"model_type": "xlnet", "n_layer": 2, "d_inner": 64},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+        source = source_of(str(tmp_path))
+        if config["model_type"] == "mpt":
+            assert source.make(1, None).tokens == 64
+            with pytest.raises(ValueError, match="has positions for 64; choose a shorter sequence"):
+                source.make(1, 65)
+        else:
+            assert source.make(1, None).tokens == 1024
+
+
+def test_a_config_of_a_model_that_returns_tuples(tmp_path: Path) -> None:
+    """Transformers' own models do not run so."""
+    source = source_of(folder(tmp_path, return_dict=False))
+    found = source.make(1, 8)
+    assert found.model.to_empty(device="cpu")(**found.inputs).loss is not None
+
+
 def test_a_config_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     """Its class for causal language models would be the decoder alone."""
     bart = {"model_type": "bart", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96}
