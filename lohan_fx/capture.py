@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -182,6 +183,7 @@ def shells_among(example_inputs: Sequence[Any]) -> dict[int, ParameterInput]:
 def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[str, ParameterInput]:
     """Placeholder name -> parameter, by the position that AOTAutograd noted on each placeholder."""
     _refuse_what_cannot_stream(graph, found)
+    _refuse_mixed_dtypes(graph)
     named: dict[str, ParameterInput] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         index = getattr(node.meta.get("desc"), "idx", None)
@@ -201,6 +203,32 @@ def _refuse_replaced_parameters(model: Linked, example_inputs: Sequence[object])
             "another object), where it is still the parameter of before compile(), which would not be trained: read it by that "
             "name, or hold it in a torch.nn.ParameterList"
         )
+
+
+_MATMULS: dict[Any, int] = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm.default: 1,
+}
+"""Op -> where the first of its two matrices stands."""
+
+
+def _refuse_mixed_dtypes(graph: GraphModule) -> None:
+    """A product of matrices of two dtypes, which torch traces and then does not run."""
+    for node in graph.graph.nodes:
+        at = _MATMULS.get(node.target)
+        if at is not None:
+            one, other = (factor.meta["val"].dtype for factor in node.args[at : at + 2])
+            if one is not other:
+                raise CaptureError(f"the model multiplies a matrix in {one} by one in {other}: {_ONE_DTYPE}")
+
+
+_ONE_DTYPE = (
+    "torch runs that in one dtype only, and parameters come in compute_dtype. Make the model's inputs in that dtype, or, where "
+    "it needs some of what it computes with in float32, choose float32 (compute_dtype=torch.float32; lohan-fx plan "
+    "--compute-dtype float32)"
+)
 
 
 def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInput]) -> None:
@@ -259,6 +287,13 @@ def capture_errors() -> Iterator[None]:
             "the loader drop the last one (drop_last=True). A Python number in an attribute that the model reads may be one, "
             "too: pass numbers that change as tensors, torch.tensor(beta)"
         ) from error
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        said = re.search(
+            r"RuntimeError\(['\"](Input type .* and (?:bias|weight) type .*) should be the same", str(error)
+        )
+        if said is None:
+            raise
+        raise CaptureError(f"in a convolution of the model, {said[1]} differ: {_ONE_DTYPE}") from error
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, LohanError | ValueError):
             raise error.inner_exception from None

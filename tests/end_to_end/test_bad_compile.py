@@ -415,6 +415,16 @@ def test_a_graph_break_says_where_and_why(what: Callable[..., torch.Tensor], rea
     assert not list(nvme.iterdir())
 
 
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(4, 4), (2, 4)), (nn.Conv1d(4, 4, 1, bias=False), (2, 4, 4))])
+def test_inputs_in_another_dtype_than_the_parameters(layer: nn.Module, shape: tuple[int, ...], nvme: Path) -> None:
+    model = lohan_fx.compile(layer, profile(), nvme=nvme, host_memory="1GiB", compute_dtype=torch.bfloat16)
+    with (
+        lohan_fx.releasing(model),
+        pytest.raises(CaptureError, match=r"inputs in that dtype.*compute_dtype=torch\.float32"),
+    ):
+        model(torch.ones(shape))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_says_how_it_is_traced(kind: type[nn.RNNBase], nvme: Path) -> None:
     torch.manual_seed(0)
