@@ -493,3 +493,31 @@ def _traffic(model: nn.Module, optimizer: Any) -> tuple[int, int]:
     read, written = store.bytes_read, store.bytes_written
     train(model, optimizer, WIDE, 1)
     return store.bytes_read - read, store.bytes_written - written
+
+
+# --- autocast -------------------------------------------------------------------------------------------------
+
+
+def test_within_autocast_the_numbers_are_those_of_aot_eager(streamed: Any) -> None:
+    """What ``bf16=True`` of the Trainer comes to, for a model that computes in fp32."""
+
+    def losses(model: nn.Module, call: Any) -> list[float]:
+        optimizer = adamw(model)
+        torch.manual_seed(1)
+        found = []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = call(**vectors()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    reference = PERCEPTRON.build()
+    expected = losses(reference, torch.compile(reference, backend="aot_eager", dynamic=False))
+    torch._dynamo.reset()
+    with streamed(PERCEPTRON.build()) as model:
+        found = losses(model, model)
+    assert found == expected
+    assert_same_weights(weights_of(model), weights_of(reference))
