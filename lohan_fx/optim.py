@@ -81,7 +81,10 @@ class Adam(torch.optim.Optimizer):
         if self._engine is None:
             raise ValueError(f"{type(self).__name__} got no parameters: pass model.parameters()")
         if self._engine.updates.options is not None:
-            raise ValueError("this model has an optimizer already: use that one, or compile the model again")
+            raise ValueError(
+                "this model has an optimizer already: use that one, or compile the model again. Where a function that makes "
+                "it is called more than once, as Lightning does configure_optimizers for each fit, let it return the same one"
+            )
         self._engine.updates.options = self._options
         self._engine.micro_batches.declare(accumulation_steps)
 
