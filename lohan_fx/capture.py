@@ -311,6 +311,12 @@ def _remedy(report: str) -> str:
             "Dynamo traces recurrent layers, step by step, with torch._dynamo.config.allow_rnn = True; on a CPU "
             "torch.backends.mkldnn.set_flags(False) must be called, too, since its kernel of LSTM cannot be traced."
         )
+    if "accessing __class__ of tensor subclass" in report:
+        return (
+            "Compiled parameters are of a class of ours, of which Dynamo traces type(parameter) but not parameter.__class__: "
+            "change that code. PEFT's DoRA trains with "
+            "peft.tuners.lora.dora.dequantize_module_weight = lambda module: module.weight."
+        )
     return "Change that code."
 
 

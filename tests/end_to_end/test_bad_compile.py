@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -440,6 +441,29 @@ def test_a_recurrent_layer_says_how_it_is_traced(kind: type[nn.RNNBase], nvme: P
                     trained(batch())[0].square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
+    same_weights(model, expected)
+
+
+def test_dora_says_how_it_is_traced(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's adapters look at ``weight.__class__``."""
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, init_lora_weights=False)
+        model: nn.Module = peft.get_peft_model(nn.Sequential(nn.Linear(WIDTH, WIDTH)), config)
+        return model
+
+    expected = adapted()
+    with lohan_fx.releasing(streamed(adapted(), nvme)) as model:
+        with pytest.raises(CaptureError, match=r"dora\.dequantize_module_weight = lambda module: module\.weight"):
+            model(batch())
+        monkeypatch.setattr("peft.tuners.lora.dora.dequantize_module_weight", lambda module: module.weight)
+        optimizers = lohan_fx.AdamW(model.parameters()), torch.optim.AdamW(expected.parameters())
+        for _ in range(2):
+            for trained, optimizer in zip((model, expected), optimizers, strict=True):
+                trained(batch()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
     same_weights(model, expected)
 
 
