@@ -196,7 +196,7 @@ def generate(model: Any, args: argparse.Namespace) -> str:
 
 
 def hardware(args: argparse.Namespace) -> HardwareProfile:
-    """From --hw, from the last measurement if that is of today, or measured now."""
+    """From --hw, from the last measurement if that is of today and was undisturbed, or measured now."""
     if args.hw:
         given = HardwareProfile.load(args.hw)
         if args.device not in (None, given.device):
@@ -209,8 +209,13 @@ def hardware(args: argparse.Namespace) -> HardwareProfile:
     saved = root / f"hardware-{device}.toml"
     hw = _measured_before(saved, directories)
     if hw is None:
-        hw = HardwareProfile.measure(directories, device=device, seconds=8)
-        hw.save(saved)
+        with warnings.catch_warnings(record=True) as doubts:
+            warnings.simplefilter("always", RuntimeWarning)
+            hw = HardwareProfile.measure(directories, device=device, seconds=8)
+        for doubt in doubts:
+            warnings.warn(f"{doubt.message}; this profile is not kept", RuntimeWarning, stacklevel=2)
+        if not doubts:
+            hw.save(saved)
     if args.nvme:
         return hw
     # Without a directory in the profile, compile makes a fresh one under the same root, and removes it.

@@ -9,13 +9,15 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lohan_fx.hardware import NvmeProfile
+from lohan_fx.hardware import MEASUREMENT, HardwareProfile, NvmeProfile
 from lohan_fx.reporting.monitor import StepReport
 from tests.tiny import profile
 
@@ -136,3 +138,29 @@ def test_a_wrong_directory_is_named_without_a_traceback(folders: list[str], tmp_
         _, err = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
     assert "Traceback" not in err and str(tmp_path / "missing") in err
+
+
+def test_a_measurement_that_others_disturbed_is_not_kept_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile whose Adam had waited for other processes foretold twice what steps took, all day long."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("finetune_llama")
+    times = {"measured_at": datetime.now(UTC).isoformat(), "versions": {"measurement": MEASUREMENT}}
+    found = profile(nvme=(NvmeProfile(str(tmp_path), 1e9, 1e9, 1e9, capacity_bytes=1 << 30),), **times)
+    disturbed = [True, False]
+
+    def measure(*_: object, **__: object) -> HardwareProfile:
+        if disturbed.pop(0):
+            warnings.warn("other processes kept 1.4 of 2 processors busy", RuntimeWarning, stacklevel=2)
+        return found
+
+    monkeypatch.setattr(HardwareProfile, "measure", measure)
+    monkeypatch.setattr(example, "default_nvme_root", lambda: tmp_path)
+    args = SimpleNamespace(hw=None, nvme=[str(tmp_path)], device="cpu")
+    with pytest.warns(RuntimeWarning, match="1.4 of 2 processors busy; this profile is not kept"):
+        assert example.hardware(args) == found
+    assert not list(tmp_path.iterdir())
+    for _ in range(3):
+        assert example.hardware(args) == found
+    assert not disturbed
