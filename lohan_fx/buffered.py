@@ -106,8 +106,9 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def boxed(gm: GraphModule) -> Callable[[list[object]], object]:
-    """``gm`` as a function of one list, which it empties: every value dies at its last use. Our ops are called without the
-    dispatcher. ``gm`` keeps what its code reads, and no graph, which takes half a MB for each layer."""
+    """``gm``, whose code is made as its graph is changed (not at the first call), as a function of one list, which it empties:
+    every value dies at its last use. Our ops are called without the dispatcher. ``gm`` keeps what its code reads, and no graph,
+    which takes half a MB for each layer."""
     for op, function in ops.FUNCTIONS.items():
         for node in gm.graph.find_nodes(op="call_function", target=op):
             node.target = function

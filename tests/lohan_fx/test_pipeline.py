@@ -306,8 +306,8 @@ def evaluation(found: Captured) -> tuple[GraphModule, Captured]:
 
 def assert_evaluates(halves: Halves, inference: Captured) -> None:
     with bound(halves, FakeRuntime(inference.parameter_values())), torch.no_grad():
-        outputs = boxed(halves.forward)(forward_inputs(inference, shells=True))
-        assert torch.equal(outputs[0], inference.model(*inference.inputs))  # type: ignore[index]
+        outputs = linked(halves.forward, None, Workspace(), 0, Room())(forward_inputs(inference, shells=True))
+        assert torch.equal(outputs[0], inference.model(*inference.inputs))
 
 
 @pytest.mark.parametrize("policy", ["lohan", "swap-nvme"])

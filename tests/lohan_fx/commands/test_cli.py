@@ -44,6 +44,9 @@ class Breaks(Stack):
 def example():
     return Stack(), {"x": torch.zeros(2, WIDTH, dtype=torch.bfloat16)}
 
+def in_float32():
+    return Stack(), {"x": torch.zeros(2, WIDTH)}
+
 def breaks():
     return Breaks(), {"x": torch.zeros(2, WIDTH, dtype=torch.bfloat16)}
 
@@ -152,7 +155,7 @@ def test_a_model_is_captured_and_shown(example: str, tmp_path: Path, capsys: pyt
 
 def test_a_model_as_data(example: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--json", "--unfold", "--compute-dtype", "float32", "--device-memory", "1GiB"]
-    assert dump_model(example, "example", tmp_path / "nvme", *options) == 0
+    assert dump_model(example, "in_float32", tmp_path / "nvme", *options) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["plan"]["compute_dtype"] == "float32"
     assert data["plan"]["device_memory_bytes"] == 1 << 30
