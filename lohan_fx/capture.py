@@ -212,6 +212,11 @@ _MATMULS: dict[Any, int] = {
     torch.ops.aten.baddbmm.default: 1,
 }
 """Op -> where the first of its two matrices stands."""
+_ONE_DTYPE = (
+    "torch runs that in one dtype only, and parameters come in compute_dtype. Make the model's inputs in that dtype, or, where "
+    "it needs some of what it computes with in float32, choose float32 (compute_dtype=torch.float32; lohan-fx plan "
+    "--compute-dtype float32)"
+)
 
 
 def _refuse_mixed_dtypes(graph: GraphModule) -> None:
@@ -222,13 +227,6 @@ def _refuse_mixed_dtypes(graph: GraphModule) -> None:
             one, other = (factor.meta["val"].dtype for factor in node.args[at : at + 2])
             if one is not other:
                 raise CaptureError(f"the model multiplies a matrix in {one} by one in {other}: {_ONE_DTYPE}")
-
-
-_ONE_DTYPE = (
-    "torch runs that in one dtype only, and parameters come in compute_dtype. Make the model's inputs in that dtype, or, where "
-    "it needs some of what it computes with in float32, choose float32 (compute_dtype=torch.float32; lohan-fx plan "
-    "--compute-dtype float32)"
-)
 
 
 def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInput]) -> None:

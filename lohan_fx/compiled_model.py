@@ -192,7 +192,7 @@ class CompiledModel:
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self.engine.one_call(), _capturing():
             if self._untidy_calls:
-                # ``prepare`` is one call, and the first backward makes its graph ready: only then has capture let go of all.
+                # ``prepare`` is one call, and AOTAutograd lets go of its records as the first backward comes.
                 self._untidy_calls -= 1
                 self._tidy_up()
                 self._expect_peak()

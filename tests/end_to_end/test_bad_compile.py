@@ -77,6 +77,18 @@ def streamed(model: nn.Module, nvme: Path, **arguments: Any) -> nn.Module:
     return lohan_fx.compile(model, **{"hw": profile(), "nvme": nvme, **defaults, **arguments})
 
 
+def train_both(model: nn.Module, plain: nn.Module, call: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Two steps of a compiled ``model``, and of ``plain`` by torch's AdamW."""
+    for trained, optimizer in (
+        (model, lohan_fx.AdamW(model.parameters())),
+        (plain, torch.optim.AdamW(plain.parameters())),
+    ):
+        for _ in range(2):
+            call(trained).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- directories ----------------------------------------------------------------------------------------------
 
 
@@ -435,12 +447,7 @@ def test_a_recurrent_layer_says_how_it_is_traced(kind: type[nn.RNNBase], nvme: P
         with pytest.raises(CaptureError, match=r"allow_rnn = True.*torch\.backends\.mkldnn\.set_flags\(False\)"):
             model(batch())
         with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
-            optimizers = lohan_fx.AdamW(model.parameters()), torch.optim.AdamW(expected.parameters())
-            for _ in range(2):
-                for trained, optimizer in zip((model, expected), optimizers, strict=True):
-                    trained(batch())[0].square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train_both(model, expected, lambda trained: trained(batch())[0])
     same_weights(model, expected)
 
 
@@ -458,12 +465,7 @@ def test_dora_says_how_it_is_traced(nvme: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(CaptureError, match=r"dora\.dequantize_module_weight = lambda module: module\.weight"):
             model(batch())
         monkeypatch.setattr("peft.tuners.lora.dora.dequantize_module_weight", lambda module: module.weight)
-        optimizers = lohan_fx.AdamW(model.parameters()), torch.optim.AdamW(expected.parameters())
-        for _ in range(2):
-            for trained, optimizer in zip((model, expected), optimizers, strict=True):
-                trained(batch()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        train_both(model, expected, lambda trained: trained(batch()))
     same_weights(model, expected)
 
 
