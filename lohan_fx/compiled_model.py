@@ -38,7 +38,7 @@ from lohan_fx.planning.correction import correction
 from lohan_fx.planning.self_check import SelfCheck, may_be_beaten, typical, worth_revising
 from lohan_fx.planning.waiting_forwards import WaitingForwards
 from lohan_fx.process_memory import ProcessMemory
-from lohan_fx.reporting.memory_report import BETWEEN, MemoryAccounts
+from lohan_fx.reporting.memory_report import BETWEEN, TOLERATED_HOLE_BYTES, MemoryAccounts
 from lohan_fx.request import Request, settled
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.interrupts import interrupt_waits
@@ -264,9 +264,10 @@ class CompiledModel:
         process_memory.return_free_memory()
 
     def _expect_peak(self) -> None:
-        """What exceeds the expected peak are holes, which are given back although more is promised."""
+        """What exceeds the expected peak by more than a few holes are holes, which are given back although more is promised."""
         if self.engine.device.type == "cpu" and self.halves:
-            self.engine.resident_limit.expect(self.memory.expected_peak_bytes(max(self.added_bytes())))
+            most_bytes = self.memory.expected_peak_bytes(max(self.added_bytes()), TOLERATED_HOLE_BYTES)
+            self.engine.resident_limit.expect(most_bytes)
 
     def added_bytes(self) -> list[int]:
         """What each of ``halves`` adds to the process's memory (``expected_peak``)."""

@@ -72,9 +72,7 @@ def checkpoint(
     """
     engine = compiled(model).engine
     optimizer = _unwrapped(engine, optimizer)
-    optimizer.parts = Parts(scheduler, loader, extra)
-    with engine.one_call():
-        return commit_training(model, optimizer, optimizer.parts, keep, verify=verify)
+    return commit_training(model, optimizer, Parts(scheduler, loader, extra), keep, verify=verify)
 
 
 def resume(

@@ -23,7 +23,15 @@ DTYPES = {
 
 
 def encoded(value: object, what: str) -> Any:
-    """``value`` as what ``json.dumps`` takes. Raises ``TypeError``, which names the place in ``what``."""
+    """``value`` as what ``json.dumps`` takes. Raises ``TypeError``, which names the place in ``what``, and ``ValueError`` for
+    what contains itself."""
+    try:
+        return _encoded(value, what)
+    except RecursionError:
+        raise ValueError(f"{what} contains itself, or is nested hundreds deep: a checkpoint cannot hold it") from None
+
+
+def _encoded(value: object, what: str) -> Any:
     match value:
         case None | bool() | str():
             return value
@@ -31,11 +39,11 @@ def encoded(value: object, what: str) -> Any:
             # Subclasses (enums, numpy's float64) would come back as something else than they look like.
             return float(value) if isinstance(value, float) else int(value)
         case np.generic():
-            return encoded(value.item(), what)
+            return _encoded(value.item(), what)
         case list():
-            return [encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]
+            return [_encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]
         case tuple():
-            return {"@tuple": [encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]}
+            return {"@tuple": [_encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]}
         case Mapping():
             return _encoded_dict(value, what)
         case torch.Tensor() | np.ndarray():
@@ -48,8 +56,8 @@ def encoded(value: object, what: str) -> Any:
 
 def _encoded_dict(value: Mapping[Any, Any], what: str) -> dict[str, Any]:
     if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("@") for key in value):
-        return {key: encoded(item, f"{what}.{key}") for key, item in value.items()}
-    pairs = [[encoded(key, f"a key of {what}"), encoded(item, f"{what}[{key!r}]")] for key, item in value.items()]
+        return {key: _encoded(item, f"{what}.{key}") for key, item in value.items()}
+    pairs = [[_encoded(key, f"a key of {what}"), _encoded(item, f"{what}[{key!r}]")] for key, item in value.items()]
     return {"@counter" if type(value) is Counter else "@dict": pairs}
 
 

@@ -39,15 +39,19 @@ class Parts:
 def commit_training(
     model: nn.Module, optimizer: Adam, parts: Parts, keep: int | None, *, verify: bool = False, stopped: bool = False
 ) -> int:
-    """Make the training as it is now a checkpoint; its number. In ``one_call`` of the engine. Raises as
-    ``lohan_fx.checkpoint``."""
+    """Make the training as it is now a checkpoint; its number. Raises as ``lohan_fx.checkpoint``."""
+    with optimizer.engine.one_call():
+        return _commit(model, optimizer, parts, keep, verify=verify, stopped=stopped)
+
+
+def _commit(model: nn.Module, optimizer: Adam, parts: Parts, keep: int | None, *, verify: bool, stopped: bool) -> int:
     engine = optimizer.engine
     if engine.resumed is not None:
         raise StepError("the model was compiled from a checkpoint: call lohan_fx.resume(model, optimizer, ...) first")
     engine.before_reading()
     if engine.updates.holds_any():
         raise StepError("a checkpoint was asked for between backward and optimizer.step(): ask after optimizer.step()")
-    engine.store.keep_generations(keep or engine.store.keeps or 1)
+    engine.store.keep_generations(keep if keep is not None else engine.store.keeps or 1)
     state = {
         **checkpoint_of_model(model, engine),
         "optimizer": groups_of(optimizer),
@@ -55,15 +59,27 @@ def commit_training(
         "backwards": engine.micro_batches.expected,
         "last_backwards": engine.micro_batches.last,
         "holds": engine.updates.holds,
-        "scheduler": None if parts.scheduler is None else encoded(parts.scheduler.state_dict(), "scheduler"),
-        "loader": None if parts.loader is None else encoded(parts.loader.state_dict(), "loader"),
+        "scheduler": _state_of(parts.scheduler, "scheduler"),
+        "loader": _state_of(parts.loader, "loader"),
         "extra": encoded(parts.extra, "extra"),
         "random": random_state(),
         STOPPED_IN_STEP: stopped,
     }
+    optimizer.parts = parts
     engine.states.write_back()
     wear = {"bytes_written": engine.wear.written_bytes, "step_bytes": engine.wear.step_bytes}
     return engine.store.commit({**state, **wear}, verify=verify)
+
+
+def _state_of(part: Stateful | None, name: str) -> Any:
+    if part is None:
+        return None
+    if not hasattr(part, "state_dict"):
+        raise TypeError(
+            f"the {name} is a {type(part).__name__}, which has no state_dict(): give checkpoint one that has, or put what it "
+            "needs to go on into extra"
+        )
+    return encoded(part.state_dict(), name)
 
 
 def stopped_by_wear(optimizer: Adam, model: nn.Module) -> WearBudgetExceeded:
@@ -72,8 +88,7 @@ def stopped_by_wear(optimizer: Adam, model: nn.Module) -> WearBudgetExceeded:
     if engine.store.is_temporary:
         return engine.wear.exceeded("the step is whole; there is no checkpoint, because the store is a temporary one")
     try:
-        with engine.one_call():
-            number = commit_training(model, optimizer, optimizer.parts, None, stopped=True)
+        number = commit_training(model, optimizer, optimizer.parts, None, stopped=True)
     except (StoreError, ValueError, TypeError) as error:
         return engine.wear.exceeded(f"the step is whole, but no checkpoint could be made of it ({error})")
     return engine.wear.exceeded(f"checkpoint {number} was made after step {optimizer.steps_done}", number)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx.checkpoints.training_state import Parts
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError, StoreError
 from lohan_fx.runtime.generation_files import generation_path, generations_in
@@ -335,6 +336,9 @@ def test_chunks_of_any_size_that_a_plan_may_have_are_resumed(begin: Begin, direc
 def test_a_checkpoint_that_must_be_there(begin: Begin, directory: Path) -> None:
     with pytest.raises(StoreError, match="there is no checkpoint"):
         begin(nvme=None, resume_from_checkpoint=directory)
+    for none in ("", []):
+        with pytest.raises(ValueError, match="names no directory"):
+            begin(nvme=None, resume_from_checkpoint=none)
     training = begin()
     training.step()
     training.checkpoint()
@@ -385,8 +389,20 @@ def test_a_state_that_no_training_wrote_changes_nothing(
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(begin: Begin) -> None:
     training = begin()
     training.step()
+    with pytest.raises(ValueError, match="checkpoints to keep: expected 1 to"):
+        training.checkpoint(keep=0)
     with pytest.raises(TypeError, match=r"extra\.a\[1\] is a object"):
         training.checkpoint(extra={"a": [1, object()]})
+    itself: list[object] = []
+    itself.append(itself)
+    with pytest.raises(ValueError, match="extra contains itself"):
+        training.checkpoint(extra=itself)
+    with pytest.raises(TypeError, match=r"the loader is a list, which has no state_dict\(\)"):
+        lohan_fx.checkpoint(training.model, training.optimizer, loader=[])  # type: ignore[arg-type]
+    assert (
+        training.optimizer.parts == Parts()
+    )  # what was refused is not kept for a checkpoint at the end of a wear budget
+    assert training.checkpoint() == 1
     with pytest.raises(ValueError, match="the optimizer is of another model"):
         lohan_fx.checkpoint(training.model, begin(nvme=_other(training)).optimizer)
 
