@@ -18,7 +18,7 @@ import torch
 from lohan_fx.checkpoints.training_state import Parts, reserved_bytes, stopped_by_wear
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.parameters.shell import Shell
-from lohan_fx.runtime.adam import AdamOptions
+from lohan_fx.runtime.adam import AdamOptions, Number
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
 
 T = TypeVar("T")
@@ -147,11 +147,11 @@ class Adam(torch.optim.Optimizer):
 
     def _current(self, group: dict[str, Any]) -> AdamOptions:
         return AdamOptions(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
+            lr=_now(group["lr"]),
+            beta1=_now(group["betas"][0]),
+            beta2=_now(group["betas"][1]),
+            eps=_now(group["eps"]),
+            weight_decay=_now(group["weight_decay"]),
             decoupled=self._decoupled or bool(group["decoupled_weight_decay"]),
             maximize=bool(group["maximize"]),
             fused=bool(group["fused"]),
@@ -340,3 +340,8 @@ def _check_hyper(group: dict[str, Any]) -> None:
     for name, value, good in checks:
         if not good:
             raise ValueError(f"{name} is {value}: expected {'[0, 1)' if name.startswith('betas') else 'zero or more'}")
+
+
+def _now(value: Any) -> Number:
+    """A hyper-parameter as it is now: a tensor may be changed in place before the update has run, or after it."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else float(value)

@@ -87,6 +87,8 @@ def _files(weights: Weights) -> list[Path]:
     for path in files:
         if not path.is_file():
             raise ValueError(f"weights: there is no file {path}")
+        if path.name.endswith(".safetensors.index.json"):
+            raise ValueError(f"weights: {path} is the index of shards: name its folder, {path.parent}")
         if path.suffix != ".safetensors":
             raise ValueError(f"weights: {path} is not a .safetensors file: convert it (nothing is ever unpickled here)")
     return files
@@ -120,19 +122,23 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             if not 2 <= header_bytes <= min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError(f"a header of {header_bytes} bytes in a file of {size}")
             header: Mapping[str, Any] = json.loads(file.read(header_bytes))
-        found = {
-            n: _tensor(n, entry, path, 8 + header_bytes, size) for n, entry in header.items() if n != "__metadata__"
-        }
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        other = {name: str(entry["dtype"]) for name, entry in entries.items() if entry["dtype"] not in DTYPES}
+        found = {n: _tensor(n, entry, path, 8 + header_bytes, size) for n, entry in entries.items() if n not in other}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"weights: {path} is damaged or no safetensors file: {error}") from error
+    if other:
+        name, dtype = next(iter(other.items()))
+        raise ValueError(
+            f"weights: {path} has {name} in {dtype}, which is not supported: save the model in one of {', '.join(DTYPES)} "
+            "(quantised weights dequantised first)"
+        )
     return found
 
 
 def _tensor(name: str, entry: Mapping[str, Any], path: Path, data_offset: int, size: int) -> StoredTensor:
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} is of dtype {entry['dtype']}; known are {', '.join(DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
         raise ValueError(f"{name} has shape {shape} and offsets {start}, {end}")
     stored = StoredTensor(name, path, DTYPES[entry["dtype"]], shape, data_offset + start)

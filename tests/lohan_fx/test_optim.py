@@ -73,8 +73,12 @@ def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     [
         {},
         {"lr": torch.tensor(0.02), "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3},
+        {"lr": torch.tensor(0.013), "betas": (0.9, 0.99), "weight_decay": 0.1},
+        {"lr": torch.tensor(0.013, dtype=torch.float64), "weight_decay": torch.tensor(0.1)},
+        {"lr": torch.tensor([0.013]), "betas": (torch.tensor(0.91), torch.tensor(0.99)), "weight_decay": 0.1},
         {"maximize": True, "weight_decay": 0.0},
         {"fused": True, "weight_decay": 0.1},
+        {"fused": True, "lr": torch.tensor(0.013), "weight_decay": 0.1},
     ],
 )
 def test_the_numbers_are_those_of_torch(

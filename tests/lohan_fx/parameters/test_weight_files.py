@@ -132,12 +132,17 @@ def _file(header: dict[str, Any], data: bytes) -> bytes:
         _file({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, b"\0" * 16),
         _file({"w": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}}, b"\0" * 16),
         _file({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, b"\0" * 16),
-        _file({"w": {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 16),
         _file({"w": 3}, b"\0" * 16),
     ],
 )
 def test_damaged_files(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"w\.safetensors is damaged"):
+        open_weights(_damaged(tmp_path / "w.safetensors", content))
+
+
+def test_a_dtype_that_is_not_supported_is_no_damage(tmp_path: Path) -> None:
+    content = _file({"w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}, b"\0" * 4)
+    with pytest.raises(ValueError, match=r"w\.safetensors has w in F8_E4M3, which is not supported: save the model in"):
         open_weights(_damaged(tmp_path / "w.safetensors", content))
 
 
@@ -154,3 +159,5 @@ def test_what_is_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../w.safetensors"}}')
     with pytest.raises(ValueError, match="leads out of its folder"):
         open_weights(tmp_path)
+    with pytest.raises(ValueError, match="is the index of shards: name its folder"):
+        open_weights(tmp_path / "model.safetensors.index.json")
