@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from lohan_fx import ops, process_memory
 from lohan_fx.buffered import linked
@@ -271,7 +272,7 @@ def capture_errors() -> Iterator[None]:
     """Turn Dynamo's report of a graph break, or of too many graphs, into a ``CaptureError`` that says where and why."""
     try:
         yield
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, GuardOnDataDependentSymNode) as error:
         raise CaptureError(
             "the model cannot be captured as one graph, which lohan_fx needs to plan it: "
             f"{error}\n{_remedy(str(error))} lohan_fx.release(model) and torch._dynamo.explain(model)(inputs) find all such "
@@ -315,7 +316,10 @@ def _remedy(report: str) -> str:
             "change that code. PEFT's DoRA trains with "
             "peft.tuners.lora.dora.dequantize_module_weight = lambda module: module.weight."
         )
-    return "Change that code."
+    return (
+        "Change that code, or compile a part of the model that has none of it (of torchvision's detectors: model.backbone), and "
+        "train what is left by an optimizer of torch's."
+    )
 
 
 def captured(model: nn.Module, call: Callable[[], Result]) -> Result:

@@ -393,6 +393,10 @@ def counts(model: Odd, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def chooses(model: Odd, x: torch.Tensor) -> torch.Tensor:
+    return x * (1.0, 2.0)[int(torch.rand(1).item() * 2)]
+
+
 def looks_at_the_clock(model: Odd, x: torch.Tensor) -> torch.Tensor:
     return x * time.perf_counter()
 
@@ -411,6 +415,7 @@ def breaks_in_a_checkpoint(model: Odd, x: torch.Tensor) -> torch.Tensor:
         (breaks, "graph_break()"),
         (branches, "Data-dependent branching"),
         (counts, "data-dependent expression"),
+        (chooses, "data-dependent expression"),
         (looks_at_the_clock, "perf_counter"),
         (refuses, "specify either x or y"),
     ],
