@@ -44,7 +44,8 @@ def sources_of(halves: Halves) -> Sources:
         else:
             leads[node] = frozenset().union(*(leads[source] for source in node.all_input_nodes))
         if node.target is ops.OFFLOAD_GRAD:
-            found[int(node.args[1])] = leads[node]
+            # A custom backward may read no gradient at all, and nothing tells then of which output it is.
+            found[int(node.args[1])] = leads[node] or frozenset(places.values())
     return found
 
 

@@ -105,6 +105,37 @@ def a_head_alone(model: nn.Module, optimizer: Any) -> list[float]:
 USES = (one_output_after_the_other, two_backwards_of_one_output_each, adversarial, attributions, a_head_alone)
 
 
+class AddAuxiliaryLoss(torch.autograd.Function):
+    """The identity; ``loss`` gets a gradient of one whatever becomes of ``x``, as losses that balance experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return gradient, torch.ones(())
+
+
+class Balanced(nn.Module):
+    """``router`` gets no gradient but that of the auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.last = nn.Linear(16, 4), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (AddAuxiliaryLoss.apply(self.last(x), self.router(x).softmax(-1).square().mean()),)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gradient_that_is_made_of_none_counts(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    def steps(model: nn.Module, optimizer: Any) -> list[float]:
+        return [finished(optimizer, model(inputs(step))[0].square().mean()) for step in range(3)]
+
+    assert_exact(Balanced(), steps, hw, tmp_path, policy=policy)
+
+
 @pytest.mark.parametrize(("use", "held", "policy"), combinations(USES, [False, True], POLICIES))
 def test_uses_are_exact(policy: str, held: bool, use: Use, hw: HardwareProfile, tmp_path: Path) -> None:
     assert_exact(TwoHeads(), use, hw, tmp_path, policy=policy, hold_gradients=held)
