@@ -201,8 +201,8 @@ def _single(arguments: argparse.Namespace, subject: Subject, asked: Asked) -> in
     try:
         found = forecast(subject, asked)
     except InfeasiblePlan as error:
-        if subject.could_be_lean and "device_memory" in str(error):
-            error.args = (f"{str(error).splitlines()[0]}; --lean-loss needs less of it",)
+        lean = ["--lean-loss needs less of it"] * (subject.could_be_lean and "device_memory" in str(error))
+        error.args = ("; ".join([str(error).splitlines()[0], *lean, *subject.notes]),)
         raise
     if arguments.json:
         data = forecast_data(found) | ({"formulas": formula_data(found)} if arguments.formula else {})
@@ -293,7 +293,7 @@ def _captured(
             f"{source.name} at this batch and sequence has a tensor of {int(asked.group(1)):,} bytes, more than this "
             "machine lets a process map: choose a smaller batch, sequence or model"
         ) from error
-    return Subject(source.name, capture, example.samples, example.tokens, example.unit, could_be_lean)
+    return Subject(source.name, capture, example.samples, example.tokens, example.unit, could_be_lean, example.notes)
 
 
 @contextlib.contextmanager

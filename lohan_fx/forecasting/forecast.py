@@ -65,7 +65,7 @@ class Asked:
 @dataclass(frozen=True)
 class Subject:
     """A captured model with what a step of it counts. ``could_be_lean``: it takes a loss that ``with_lean_loss`` would take in
-    pieces."""
+    pieces. ``notes``: what the user should know of the model."""
 
     name: str
     capture: MetaCapture
@@ -73,6 +73,7 @@ class Subject:
     tokens: int
     unit: str
     could_be_lean: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -157,7 +158,7 @@ class Forecast:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the numbers do not say by themselves."""
-        return (*self.subject.capture.notes, *self.plan.notes, *_notes_on(self.asked))
+        return (*self.subject.notes, *self.subject.capture.notes, *self.plan.notes, *_notes_on(self.asked))
 
     @property
     def lowest_tier(self) -> Tier:

@@ -282,7 +282,8 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
     columns = [title, "needs", "step", "simulated", f"{unit}/s", "TFLOPS", "bound by"]
     columns += ["host", "device", "wear years", f"$/M {unit}"]
     why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
-    notes = dict.fromkeys(f"note: {note}" for row in rows if row.found for note in row.found.asked.notes)
+    fitting = [row.found for row in rows if row.found]
+    notes = dict.fromkeys(f"note: {note}" for found in fitting for note in (*found.subject.notes, *found.asked.notes))
     below = [line for part in (why, notes) if part for line in ("", *part)]
     return "\n".join([*_in_parts(columns, lines, width), *below])
 

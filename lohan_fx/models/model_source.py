@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -35,13 +36,15 @@ class UserCodeError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """A model on ``meta`` with inputs; ``unit``: what a step counts besides samples ("tokens", "images", "samples")."""
+    """A model on ``meta`` with inputs; ``unit``: what a step counts besides samples ("tokens", "images", "samples");
+    ``notes``: what the user should know of the model."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
     samples: int
     tokens: int
     unit: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def _of_config(path: Path) -> ModelSource:
     def make(batch: int | None, seq: int | None) -> Example:
         positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's
         positions = None if positions == -1 else positions  # XLNet's word for no limit
-        return _language_model(lambda: _built(path, config), str(path), batch, seq, positions)
+        example = _language_model(lambda: _built(path, config), str(path), batch, seq, positions)
+        return dataclasses.replace(example, notes=_notes_on(raw))
 
     return ModelSource(path.resolve().parent.name if path.name == "config.json" else path.stem, make)
 
@@ -132,6 +136,18 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected a JSON object with a model's settings, found {type(raw).__name__}")
     return raw
+
+
+def _notes_on(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """That the weights beside the config are quantized, which says nothing of the model that is built from it."""
+    quantized = raw.get("quantization_config") or raw.get("compression_config")
+    if not quantized:
+        return ()
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    return (
+        f"the config is of quantized weights{f' ({method})' if method else ''}, which this plan does not count: it trains every "
+        "parameter of the same model unquantized",
+    )
 
 
 def _special_float(found: dict[str, Any]) -> Any:

@@ -408,6 +408,20 @@ def test_a_lean_loss_is_proposed_where_there_is_one(
     assert "device_memory" in printed and ("--lean-loss" in printed) is helps
 
 
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [([], 0), (["--json"], 0), (["--vary", "ssds=2"], 0), (["--device-memory", "1KiB"], 2)],
+)
+def test_a_config_of_quantized_weights_says_what_is_planned(
+    given: list[str], code: int, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(model, "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    assert plan(model, "--no-simulation", *given) == code
+    assert "the config is of quantized weights (gptq), which this plan does not count" in capsys.readouterr().out
+
+
 def test_a_change_beyond_the_machine_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--policy", "in-memory", "--no-simulation")
     assert plan(model, "--batch", "4", "--device-memory", "1MiB", *given) == 2

@@ -104,6 +104,25 @@ def test_a_config_folder_makes_the_model_on_meta(tmp_path: Path) -> None:
     assert source.make(None, None).tokens == 256
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantized weights (bitsandbytes), "),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantized weights, "),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantized weights (compressed-tensors), "),
+        ({"quantization_config": None}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_a_config_of_quantized_weights_is_planned_without_and_says_so(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
+    found = source_of(folder(tmp_path, **settings)).make(1, 32)
+    plain = source_of(folder(tmp_path)).make(1, 32)
+    assert [p.shape for p in found.model.parameters()] == [p.shape for p in plain.model.parameters()]
+    assert says in "".join(found.notes) and len(found.notes) == bool(says)
+
+
 def test_old_names_of_settings_count(tmp_path: Path) -> None:
     old = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps(old))
