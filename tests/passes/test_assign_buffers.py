@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ from tests.passes.fake_runtime import (
     eager,
     forward_inputs,
 )
-from tests.passes.graphs import DECISIONS, MODELS, Captured, both, captured, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, MODELS, Captured, both, capture, captured, plan_for, rewrite
 
 ALL = range(1, sys.maxsize)
 aten = torch.ops.aten
@@ -233,6 +234,36 @@ def test_symbolic_sizes_have_room_for_those_that_were_traced(name: str, decision
         assert memory is not None and torch.equal(memory, before)
 
 
+class Products(torch.nn.Module):
+    """Makes a value that is as large whatever the number of rows is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh((x.t() * self.scale) @ x).sum()
+
+
+def test_of_smaller_inputs_what_is_as_large_as_ever_has_its_place() -> None:
+    rows, width = 6, 5
+    found = capture(Products(), torch.linspace(-1, 1, rows * width).view(rows, width), dynamic=True)
+    halves = rewrite(found, plan_for(found, DECISIONS["recompute"](found)))
+    assigned = assign(halves.forward, ALL, halves.returned("forward"))
+    workspace, room = Workspace(), Room()
+    room.reserve(1 << 20)
+    forward = Buffered(halves.forward, assigned, workspace, assigned.nbytes, room)
+    sizes = {
+        name: rows - 1 if value == rows else value for name, value in found.values.items() if isinstance(value, int)
+    }
+    tensors = {name: value[: rows - 1] for name, value in found.values.items() if value is found.inputs[0]}
+    with bound(halves, FakeRuntime(found.parameter_values())), torch.no_grad():
+        spoil(workspace, assigned.nbytes)
+        forward(forward_inputs(replace(found, values={**found.values, **sizes, **tensors}), shells=True))
+    with workspace.borrowed(assigned.nbytes) as memory:
+        assert memory is not None and bool((memory != 255).any())
+
+
 def test_small_values_stay_with_the_heap() -> None:
     found, halves = rewritten("transformer", "recompute")
     plan = plan_for(found, DECISIONS["recompute"](found))
@@ -389,3 +420,12 @@ def test_an_embeddings_gradient_has_a_place_unless_it_is_scaled(scaled: bool) ->
     gm.recompile()
     (made,) = gm(gradient, read)
     assert torch.equal(made, expected) and (made is place) is not scaled
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_what_is_not_dense_has_no_place(width: int) -> None:
+    gm = make_fx(aten.neg.default)(torch.empty(4, 8))
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    node.meta["val"] = torch.empty(4, 8)[:, :width]
+    annotate(gm)
+    assert is_assignable(node) == (width == 8)
