@@ -21,6 +21,7 @@ from lohan_fx.passes.search import (
     flops_per_swap_second,
     search,
     seconds_per_byte,
+    useful,
 )
 from tests.exhaustive import examples
 from tests.passes.graphs import reachable
@@ -64,6 +65,12 @@ def state(found: ActivationGraph, saved: Collection[str]) -> tuple[int, float]:
 def test_closure_is_what_reaches_the_backward_without_being_saved(found: ActivationGraph, data: st.DataObject) -> None:
     saved = data.draw(st.sets(st.sampled_from(sorted(found.activations))))
     assert closure(found, saved) == reachable(found, saved)
+
+
+@given(activation_graphs())
+def test_useful_is_what_must_be_saved_and_what_would_be_recomputed(found: ActivationGraph) -> None:
+    wanted = found.mandatory | reachable(found, found.mandatory)
+    assert useful(found) == [name for name in found.activations if name in wanted]
 
 
 @given(activation_graphs(), st.data())
