@@ -23,6 +23,7 @@ LOOP_ELEMENTS = 1 << 18
 
 
 Number = float | torch.Tensor
+"""A hyper-parameter; a tensor has one element."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def update(
         )
         return
     piece = master.numel() if options.fused else LOOP_ELEMENTS
-    function: Any = torch_adam._fused_adam if options.fused else _unfused  # takes tensors wherever it may be given floats
+    # Any, because they take tensors also where they are annotated to take floats.
+    function: Any = torch_adam._fused_adam if options.fused else _unfused
     for start in range(0, master.numel(), max(piece, 1)):
         end = start + piece
         function(

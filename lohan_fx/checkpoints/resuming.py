@@ -49,7 +49,7 @@ def to_resume(
     """The directories for the store, and the checkpoints there that it is to begin with."""
     if not isinstance(resume, bool | str | Path | Sequence):
         raise TypeError(f"resume_from_checkpoint is {resume!r}: expected True, a directory, or one per drive")
-    if resume in ("", [], ()):
+    if not resume and not isinstance(resume, bool):
         raise ValueError(f"resume_from_checkpoint is {resume!r}, which names no directory: leave it out to begin anew")
     if type(checkpoints) is not int or not 0 <= checkpoints < MAX_SLOTS:
         raise ValueError(f"checkpoints is {checkpoints!r}: expected how many to keep, 0 to {MAX_SLOTS - 1}")

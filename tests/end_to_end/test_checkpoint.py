@@ -399,9 +399,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(begin: Begin) -> None:
         training.checkpoint(extra=itself)
     with pytest.raises(TypeError, match=r"the loader is a list, which has no state_dict\(\)"):
         lohan_fx.checkpoint(training.model, training.optimizer, loader=[])  # type: ignore[arg-type]
-    assert (
-        training.optimizer.parts == Parts()
-    )  # what was refused is not kept for a checkpoint at the end of a wear budget
+    # What was refused is not kept for a checkpoint at the end of a wear budget.
+    assert training.optimizer.parts == Parts()
     assert training.checkpoint() == 1
     with pytest.raises(ValueError, match="the optimizer is of another model"):
         lohan_fx.checkpoint(training.model, begin(nvme=_other(training)).optimizer)
