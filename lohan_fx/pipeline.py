@@ -17,6 +17,7 @@ from lohan_fx.passes.insert_fetches import insert_fetches
 from lohan_fx.passes.insert_gradient_offload import insert_gradient_offload
 from lohan_fx.passes.insert_recompute import insert_recompute
 from lohan_fx.passes.insert_swaps import insert_swaps
+from lohan_fx.passes.own_gradients import own_gradients
 from lohan_fx.passes.partition import note_reads, partition
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.verify import verify
@@ -45,6 +46,7 @@ def compile_training(
 ) -> tuple[Halves, Plan]:
     """Joint graph in, linked halves and their plan out."""
     annotate(joint)
+    own_gradients(joint, num_outputs)
     if request.hw.is_this_machine():
         time_ops(joint, torch.device(request.hw.device))
     plan = request.plan or _no_more_at_home(rewrites_of(joint, num_outputs, parameters), request)

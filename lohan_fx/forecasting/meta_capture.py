@@ -27,6 +27,7 @@ from lohan_fx.forecasting.gpu_attention import with_gpu_attention
 from lohan_fx.parameters.shell import capturing, make_shell
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import ParameterInput
+from lohan_fx.passes.own_gradients import own_gradients
 from lohan_fx.passes.unroll_blocks import LEAST_BLOCKS, BlocksDiffer, unroll_blocks
 from lohan_fx.planning.problem import ParameterFacts
 
@@ -76,6 +77,7 @@ def meta_capture(
             note = f"every block was traced: {error}"
     taken = trace()
     annotate(taken.joint)
+    own_gradients(taken.joint, taken.num_outputs)
     notes = (note,) if note and unroll else ()
     return MetaCapture(taken.joint, taken.num_outputs, taken.parameters, facts, len(taken.joint.graph.nodes), notes)
 
@@ -102,6 +104,7 @@ def _unrolled(
         # The model may need all its blocks. What else is wrong with it is raised when they are traced.
         raise BlocksDiffer(f"the first {LEAST_BLOCKS} alone fail: {first_line(error)}") from error
     annotate(taken.joint)
+    own_gradients(taken.joint, taken.num_outputs)
     joint, names = unroll_blocks(
         taken.joint, prefix=blocks.path, count=count, num_outputs=taken.num_outputs, parameters=taken.parameters
     )

@@ -236,6 +236,49 @@ class Checked(nn.Module):
         return self.last(hidden), hidden
 
 
+class Swapping(torch.autograd.Function):
+    """A product whose gradients are what went in, as it is or as views; or the same for both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kind = kind
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if ctx.kind == "same":
+            return weight, weight, None
+        return weight, x if ctx.kind == "values" else x.view(-1).view(x.shape), None
+
+
+class Returning(nn.Module):
+    """Its custom backward returns a parameter, and what the model was called with, as gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight, self.last = kind, nn.Parameter(torch.randn(4, 24)), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = Swapping.apply(x, self.weight, self.kind)
+        return self.last(hidden), hidden
+
+
+@pytest.mark.parametrize("kind", ["values", "views", "same"])
+@pytest.mark.parametrize("use", [losses_outside, gradients_of_inputs])
+def test_gradients_that_the_backward_did_not_make(kind: str, use: Use, hw: HardwareProfile, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Returning(kind)
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 @pytest.mark.parametrize("kind", [Inverting, Checked])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ops_with_effects(policy: str, kind: type[nn.Module], hw: HardwareProfile, tmp_path: Path) -> None:
