@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -19,6 +20,11 @@ from tests.exhaustive import DEFAULT_EXAMPLES, examples
 
 MANY_MODULES, FREEZE_EVERY_S = 20, 5.0
 _frozen_at_s = time.monotonic()
+
+# pytest gives its handler to loggers that do not propagate, and PyTorch writes whole graphs for any handler of this one.
+logging.getLogger("torch.__trace").propagate = True
+# Tracing makes many objects that live, and compile() collects by itself.
+gc.set_threshold(200_000, 50, 100)
 
 hypothesis.settings.register_profile("local", examples(DEFAULT_EXAMPLES), deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", examples(DEFAULT_EXAMPLES), deadline=None, print_blob=True, derandomize=True)
