@@ -9,15 +9,16 @@ in an unlinked file there: the numbers are the same bit for bit, and pages that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,8 +26,16 @@ LEAST_BYTES = 1 << 20
 MOST_RESIDENT_BYTES = 256 << 20
 """When so much was made since pages were given up last, they are given up."""
 
-_maps: dict[int, tuple[StorageWeakRef, mmap.mmap]] = {}
-"""Storages in files, by address, which no other storage gets while the weak reference is kept."""
+Region = ctypes.Array[ctypes.c_uint8]
+
+_regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+"""Of the storages in files, by address: their memory, which they alone keep."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _OnDisk(TorchDispatchMode):
@@ -61,13 +70,12 @@ class _OnDisk(TorchDispatchMode):
         nbytes = t.untyped_storage().nbytes()
         with tempfile.TemporaryFile(dir=self._folder) as file:
             self._allocate(file.fileno(), nbytes)
-            region = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED)
+            region = _mapped(file.fileno(), nbytes)
         storage = torch.frombuffer(region, dtype=torch.uint8).untyped_storage()
         value = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
         if t.device.type == "cpu":
             value.copy_(t)
-        _forget_dead()
-        _maps[storage._cdata] = StorageWeakRef(storage), region
+        _regions[storage._cdata] = region
         self._made_bytes += nbytes
         if self._made_bytes > MOST_RESIDENT_BYTES:
             self._made_bytes = 0
@@ -107,25 +115,36 @@ def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iter
 
 def in_file(t: torch.Tensor) -> bool:
     """Whether ``t`` lies in a file."""
-    return (found := _maps.get(_address(t))) is not None and not found[0].expired()
+    return _address(t) in _regions
 
 
 def forget_pages(t: torch.Tensor) -> None:
     """Give up the RAM of ``t`` if it is in a file; its values stay."""
-    if in_file(t):
-        _maps[_address(t)][1].madvise(mmap.MADV_DONTNEED)
+    if (region := _regions.get(_address(t))) is not None:
+        _forget(region)
 
 
 def _forget_all_pages() -> None:
-    _forget_dead()
-    for _, region in _maps.values():
-        # The file keeps what a shared mapping wrote.
-        region.madvise(mmap.MADV_DONTNEED)
+    for found in _regions.valuerefs():  # a list of its own: other threads build models, too
+        if (region := found()) is not None:
+            _forget(region)
 
 
-def _forget_dead() -> None:
-    for address in [address for address, (alive, _) in _maps.items() if alive.expired()]:
-        del _maps[address]
+def _forget(region: Region) -> None:
+    # The file keeps what a shared mapping wrote.
+    _libc.madvise(ctypes.addressof(region), len(region), mmap.MADV_DONTNEED)
+
+
+def _mapped(fd: int, nbytes: int) -> Region:
+    """Memory that is the file of ``fd``, until nothing refers to it. ``mmap.mmap`` would keep a descriptor each, and a process
+    may have as few as 1024."""
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}: build_on_disk asked to map {nbytes:,} bytes")
+    region = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(region, _libc.munmap, address, nbytes).atexit = False  # tensors may live on until the very end
+    return region
 
 
 def _address(t: torch.Tensor) -> int:

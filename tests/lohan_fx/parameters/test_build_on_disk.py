@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,36 @@ def test_pages_leave_memory_and_the_files_go_with_the_model(tmp_path: Path, monk
         module.forget_pages(layer.weight)
     assert [float(layer.weight.detach().double().sum()) for layer in model] == values
     del model, layer
-    module._forget_dead()
-    assert not module._maps
+    assert not module._regions and str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_file_takes_no_descriptor_once_it_is_made(tmp_path: Path) -> None:
+    """There may be 1024, and a model of experts has more parameters."""
+    before = len(os.listdir("/proc/self/fd"))
+    with build_on_disk(tmp_path, least_bytes=4096):
+        model = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
+    assert all(in_file(layer.weight) for layer in model) and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_another_thread_builds_while_pages_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[nn.Module] = []
+    forget = module._forget
+
+    def build() -> None:
+        with build_on_disk(tmp_path, least_bytes=4096):
+            built.append(nn.Linear(64, 64))
+
+    def forget_beside(region: module.Region) -> None:
+        monkeypatch.setattr(module, "_forget", forget)
+        other = threading.Thread(target=build)
+        other.start()
+        other.join()
+        forget(region)
+
+    with build_on_disk(tmp_path, least_bytes=4096):
+        built.extend(nn.Linear(64, 64) for _ in range(3))
+        monkeypatch.setattr(module, "_forget", forget_beside)
+    assert len(built) == 4 and all(in_file(layer.weight) for layer in built)
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
