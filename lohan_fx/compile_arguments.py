@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lohan_fx.compiled_model import ATTRIBUTE
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.parameters.build_on_disk import is_building
 from lohan_fx.parameters.meta_init import Initialize
 from lohan_fx.parameters.shell import Shell
 from lohan_fx.plan import Plan
@@ -44,6 +45,10 @@ def check_arguments(
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "compile() was called within torch.inference_mode(), whose tensors autograd refuses: call it outside"
+        )
+    if is_building():
+        raise ValueError(
+            "compile() was called within build_on_disk(), which would put all it makes into files: call it after that block"
         )
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError("this model (or a part of it) is compiled already: lohan_fx.release(model) first")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 LEAST_BYTES = 1 << 20
@@ -101,7 +101,8 @@ def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iter
         lohan_fx.compile(model, hw)
 
     The numbers, and the generator afterwards, are those of building it without this. ``folder`` must have room for the
-    model's parameters as built; the files have no names, and their space is free again when the tensors are gone.
+    model's parameters as built; the files have no names, and their space is free again when the tensors are gone. What other
+    threads make, and what ``from_pretrained`` loads, is not in them: ``compile(..., weights=...)`` reads weights in pieces.
 
     Raises ``ValueError`` if ``folder`` is not a directory, ``OSError`` if its disk is full.
     """
@@ -111,6 +112,11 @@ def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iter
     with _OnDisk(folder, least_bytes):
         yield
     _forget_all_pages()
+
+
+def is_building() -> bool:
+    """Whether this thread is in a ``with build_on_disk(...)``."""
+    return any(isinstance(mode, _OnDisk) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_file(t: torch.Tensor) -> bool:

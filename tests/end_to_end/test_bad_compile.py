@@ -98,6 +98,12 @@ def test_compile_in_inference_mode(nvme: Path) -> None:
         refused(model, ValueError, "inference_mode", "call it outside", nvme=nvme)
 
 
+def test_compile_while_a_model_is_built_on_disk(nvme: Path) -> None:
+    with lohan_fx.build_on_disk(nvme):
+        model = Tiny()
+        refused(model, ValueError, "build_on_disk", "call it after that block", nvme=nvme)
+
+
 def test_a_directory_that_is_not_there(nvme: Path) -> None:
     refused(Tiny(), ValueError, str(nvme / "gone"), "missing", "mkdir -p", nvme=nvme / "gone")
     assert not (nvme / "gone").exists()
@@ -276,6 +282,7 @@ def test_two_processes_in_one_directory(nvme: Path) -> None:
     )
     assert child.returncode == 0, child.stderr
     assert f"{nvme} is used by another lohan_fx run, process {os.getpid()}" in child.stdout
+    assert "wait for that process or end it" in child.stdout
     assert torch.isfinite(model(batch()))
     lohan_fx.release(model)
 
