@@ -177,7 +177,7 @@ def _taken(directory: Path, holder: str) -> str:
         )
     return (
         f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "
-        "end that process, or give this run another directory"
+        "wait for that process or end it, which keeps its last checkpoint; a new training may be given another directory"
     )
 
 
