@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -156,7 +157,9 @@ def lock_directory(directory: Path) -> int:
             # else will meet, and the file of that name, if any, is another's. Only the lock on the named file counts.
             if _is_named(fd, path):
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                # The id is for messages only, and a full disk is no reason not to read a checkpoint.
+                with suppress(OSError):
+                    os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return keep_from_children(fd)
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -110,7 +111,9 @@ def _export(arguments: argparse.Namespace) -> None:
         try:
             with reported_as_store_error(f"writing {output}"):
                 with temporary.open("xb") as file:
-                    nbytes = write_safetensors(stored, manifest, file, arguments.dtype)
+                    nbytes = write_safetensors(
+                        stored, manifest, file, arguments.dtype, free_bytes=shutil.disk_usage(folder).free
+                    )
                     os.fsync(file.fileno())
                 temporary.replace(output)
         finally:
@@ -118,9 +121,11 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{output}: checkpoint {manifest.generation}, after step {manifest.state.get('step')}, {nbytes:,} bytes")
 
 
-def write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO, dtype: str | None) -> int:
+def write_safetensors(
+    stored: StoredExtents, manifest: Manifest, file: BinaryIO, dtype: str | None, *, free_bytes: int | None = None
+) -> int:
     """Header, then the tensors one after the other, each a chunk at a time; the bytes written. Raises ``StoreError`` where
-    what is read is damaged, or describes no model."""
+    what is read is damaged, or describes no model, and before anything is written where it needs more than ``free_bytes``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     try:
@@ -136,6 +141,12 @@ def write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO,
         raise StoreError(f"checkpoint {manifest.generation} does not describe a model ({error!r})") from error
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    needed = 8 + len(text) + end
+    if free_bytes is not None and needed > free_bytes:
+        raise StoreError(
+            f"an export of {needed:,} bytes was asked for, and {free_bytes:,} are free there: free {needed - free_bytes:,} "
+            "bytes, or name an --output on another drive"
+        )
     file.write(len(text).to_bytes(8, "little") + text)
     for entry, kind in parameters:
         for piece in _pieces(stored, manifest, entry):
@@ -143,7 +154,7 @@ def write_safetensors(stored: StoredExtents, manifest: Manifest, file: BinaryIO,
     for buffer in buffers.values():
         file.write(buffer.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     sys.stdout.flush()
-    return 8 + len(text) + end
+    return needed
 
 
 def _checked(manifest: Manifest, entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lohan_fx.errors import StoreError
 from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
 from lohan_fx.runtime.generation_files import CHECKPOINTS, generation_path, read_generations
 from lohan_fx.runtime.store_file import STORE_NAME
+from lohan_fx.runtime.stored_extents import StoredExtents
 from tests.tiny import Tiny, batch, profile
 
 Weights = dict[str, torch.Tensor]
@@ -186,6 +188,35 @@ def test_an_export_that_cannot_be_written_says_where(
     assert main(arguments("export", checkpointed[0], "--output", str(output))) == 1
     assert f"writing {output} failed: No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme0", "nvme1"]
+
+
+def test_an_export_for_which_there_is_no_room_says_so_before_it_writes(
+    checkpointed: tuple[list[Path], Weights],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directories, _ = checkpointed
+    output = tmp_path / "model.safetensors"
+    assert main(arguments("export", directories, "--output", str(output))) == 0
+    needed = output.stat().st_size
+    output.unlink()
+    monkeypatch.setattr(StoredExtents, "read", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    assert main(arguments("export", directories, "--output", str(output))) == 1
+    told = capsys.readouterr().err
+    assert f"an export of {needed:,} bytes" in told and f"{needed - 1:,} are free" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme0", "nvme1"]
+
+
+def test_a_checkpoint_is_read_where_the_disk_is_full(
+    checkpointed: tuple[list[Path], Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert main(arguments("fsck", checkpointed[0])) == 0
 
 
 def test_directories_in_another_order(
