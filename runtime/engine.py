@@ -70,7 +70,7 @@ class Engine:
         self.updates = StepUpdates(self.slots, self.gradients, self.micro_batches)
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.resumed: Mapping[str, Any] | None = None
-        self.wear = Wear(lambda: store.bytes_written, self._still_to_write)
+        self.wear = Wear(lambda: store.bytes_written, self._still_to_write, self._checkpoint_bytes)
         self.resident_limit = ResidentLimit(None, lambda: None)
         self.workspace, self.room = Workspace(), Room()
         self._activation_slots: list[int] = []
@@ -267,6 +267,10 @@ class Engine:
     def _still_to_write(self) -> int:
         """Most bytes that the updates which ``step`` began may yet write."""
         return sum(self.states.written_by_update(slot) for slot in self.updates.pending())
+
+    def _checkpoint_bytes(self) -> int:
+        """What a checkpoint would write of the states that are in memory."""
+        return 0 if self.store.is_temporary else self.states.written_back_bytes()
 
     def before_reading(self) -> None:
         """Before parameters or states are read from outside. Raises ``StepError`` where a step is half done, or all is over."""

@@ -13,13 +13,19 @@ from lohan_fx.errors import WearBudgetExceeded
 
 class Wear:
     """``written_here`` tells what this process has written, ``to_come`` at most how much of the last step it has yet to
-    write; ``max_bytes`` None: no budget."""
+    write, ``checkpoint_bytes`` what a checkpoint would write; ``max_bytes`` None: no budget."""
 
-    def __init__(self, written_here: Callable[[], int], to_come: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        written_here: Callable[[], int],
+        to_come: Callable[[], int] = lambda: 0,
+        checkpoint_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.max_bytes: int | None = None
         self.earlier_bytes = 0
         self._written_here = written_here
         self._to_come = to_come
+        self._checkpoint_bytes = checkpoint_bytes
         self._step_bytes = 0
         self._step_began_at: int | None = None
 
@@ -43,9 +49,10 @@ class Wear:
             raise self.exceeded(f"not even the model's {nbytes:,} bytes can be stored, and nothing was written")
 
     def step_begins(self) -> None:
-        """A training forward is about to run. Raises ``WearBudgetExceeded`` where its step may not."""
+        """A training forward is about to run. Raises ``WearBudgetExceeded`` where its step may not, or could not end in a
+        checkpoint."""
         if self._step_began_at is None:
-            if self.is_spent(0):
+            if self.is_spent(checkpoints=1):
                 raise self.exceeded("nothing was written")
             self._step_began_at = self.written_bytes
 
@@ -55,10 +62,11 @@ class Wear:
             self.expect(self.written_bytes - self._step_began_at)
         self._step_began_at = None
 
-    def is_spent(self, reserved_bytes: int) -> bool:
-        """Whether the next step, and ``reserved_bytes`` for a last checkpoint, would write more than there may be."""
+    def is_spent(self, *, checkpoints: int) -> bool:
+        """Whether the next step, and so many ``checkpoints``, would write more than there may be."""
         if self.max_bytes is None:
             return False
+        reserved_bytes = checkpoints * self._checkpoint_bytes()
         return self._to_come() + self.written_bytes + self._step_bytes + reserved_bytes > self.max_bytes
 
     def exceeded(self, outcome: str, checkpoint: int | None = None) -> WearBudgetExceeded:

@@ -12,7 +12,6 @@ from lohan_fx.checkpoints.plain_json import decoded, encoded
 from lohan_fx.checkpoints.random_state import random_state
 from lohan_fx.checkpoints.resuming import PARAMETERS, checkpoint_of_model
 from lohan_fx.errors import StepError, StoreError, WearBudgetExceeded
-from lohan_fx.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from lohan_fx.optim import Adam
@@ -122,8 +121,3 @@ def saved_groups(state: Mapping[str, Any], optimizer: Adam) -> list[dict[str, An
         groups.append({**decoded(kept["options"]), "params": list(range(first, first + len(names)))})
         first += len(names)
     return groups
-
-
-def reserved_bytes(engine: Engine) -> int:
-    """What a checkpoint would write of the states that are in memory, twice: the caller may want one of his own."""
-    return 0 if engine.store.is_temporary else 2 * engine.states.written_back_bytes()

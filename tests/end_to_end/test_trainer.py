@@ -196,7 +196,7 @@ def test_it_goes_on_after_a_step_that_reached_the_budget_of_writes(
     plain.train()
     model, optimizer = begin(nvme=directory, checkpoints=1, max_bytes_written="1TB")
     with lohan_fx.releasing(model):
-        monkeypatch.setattr(compiled(model).engine.wear, "is_spent", lambda _: optimizer.steps_done == stop)
+        monkeypatch.setattr(compiled(model).engine.wear, "is_spent", lambda **_: optimizer.steps_done == stop)
         with pytest.raises(WearBudgetExceeded):
             trainer(model, optimizer, kind=Committing, **arguments).train()
     model, optimizer = begin(nvme=directory, resume_from_checkpoint=True)

@@ -33,10 +33,10 @@ def nvme(tmp_path: Path, leak_check: None) -> Iterator[Path]:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def begin(nvme: Path | None, **options: Any) -> tuple[nn.Module, lohan_fx.AdamW]:
+def begin(nvme: Path | None, policy: str = "recompute", **options: Any) -> tuple[nn.Module, lohan_fx.AdamW]:
     torch.manual_seed(0)
     model = lohan_fx.compile(Tiny(), profile(), nvme=nvme, host_memory="2GiB", compute_dtype=torch.float32,
-                             policy="recompute", **options)  # fmt: skip
+                             policy=policy, **options)  # fmt: skip
     return model, lohan_fx.AdamW(model.parameters(), lr=0.01, accumulation_steps=1)
 
 
@@ -148,6 +148,25 @@ def test_steps_that_are_skipped_count_each_for_itself(nvme: Path) -> None:
         wear.max_bytes = wear.written_bytes + per_step - 1
         with pytest.raises(WearBudgetExceeded, match="nothing was written"):
             model(batch(4))
+
+
+def test_a_step_begins_only_if_a_checkpoint_can_follow_it(nvme: Path) -> None:
+    """Of states in memory, which a checkpoint writes and a step does not: a resume with the same budget is refused."""
+    model, optimizer = begin(nvme, "lohan")
+    with lohan_fx.releasing(model):
+        step(model, optimizer, 0)
+        engine = compiled(model).engine
+        stored, checkpoint_bytes = engine.wear.written_bytes, engine.states.written_back_bytes()
+        assert checkpoint_bytes and not engine.wear.step_bytes
+    budget = stored + 2 * checkpoint_bytes - 1
+    model, optimizer = begin(nvme, "lohan", max_bytes_written=budget)
+    with lohan_fx.releasing(model), pytest.raises(WearBudgetExceeded, match="checkpoint 1 was made after step 1"):
+        step(model, optimizer, 0)
+    model, optimizer = begin(nvme, "lohan", max_bytes_written=budget, resume_from_checkpoint=True)
+    with lohan_fx.releasing(model):
+        lohan_fx.resume(model, optimizer)
+        with pytest.raises(WearBudgetExceeded, match="nothing was written"):
+            model(batch(1))
 
 
 def test_without_directories_of_its_own_the_end_is_clean_all_the_same(

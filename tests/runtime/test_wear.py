@@ -9,16 +9,17 @@ from lohan_fx.runtime.wear import Wear
 
 
 def test_updates_that_are_put_off_count_before_they_are_written() -> None:
-    to_come = 5
-    wear = Wear(lambda: 10, lambda: to_come)
-    assert not wear.is_spent(100)
+    to_come, checkpoint_bytes = 5, 1
+    wear = Wear(lambda: 10, lambda: to_come, lambda: checkpoint_bytes)
+    assert not wear.is_spent(checkpoints=100)
     wear.max_bytes = 20
     wear.expect(6)
-    assert wear.is_spent(0)
+    assert wear.is_spent(checkpoints=0)
+    to_come = 4
+    assert not wear.is_spent(checkpoints=0) and wear.is_spent(checkpoints=1)
     with pytest.raises(WearBudgetExceeded):
         wear.step_begins()
-    to_come = 4
-    assert not wear.is_spent(0) and wear.is_spent(1)
+    checkpoint_bytes = 0
     wear.step_begins()
 
 
@@ -34,7 +35,9 @@ def test_a_step_counts_as_much_as_any_before_it() -> None:
         wear.step_ends()
         assert wear.step_bytes == 7
     wear.earlier_bytes, wear.max_bytes = 100, 123
-    assert not wear.is_spent(0) and wear.is_spent(1)
+    assert not wear.is_spent(checkpoints=0)
+    wear.max_bytes = 122
+    assert wear.is_spent(checkpoints=0)
 
 
 def test_a_model_that_is_too_large_for_the_budget_is_not_stored() -> None:
