@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -233,38 +233,73 @@ class Adam(torch.optim.Optimizer):
         was frozen when the model was compiled is left out, with a warning."""
         assert self._engine is not None
         self._engine.before_writing()
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        shells = [shell for group in self.param_groups for shell in group["params"]]
-        for group in state_dict["param_groups"]:
-            _check_hyper(group)
-        for index, shell in zip(saved, shells, strict=False):  # if they differ in number, torch says so below
-            _check_entry(state_dict["state"].get(index), shell)
-        super().load_state_dict({**state_dict, "state": {}})
-        self._group_of = None
-        for group in self.param_groups:
-            for name, value in self.defaults.items():  # as torch's, of what older versions did not save
-                group.setdefault(name, value)
-        left_out = []
-        for index, shell in zip(saved, shells, strict=True):
-            entry = state_dict["state"].get(index)
-            if not self._engine.slots[shell.slot].trainable:
-                left_out += [shell.parameter_name] if entry is not None else []
-                continue
-            resident = self._engine.residency[shell.slot]
-            if entry is not None:
-                self._engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
-                resident.updates = int(entry["step"])
-            elif resident.updates:
-                zeros = torch.zeros(shell.shape)
-                self._engine.states.write_moments(shell.slot, zeros, zeros)
-                resident.updates = 0
-        self._engine.restored(OPTIMIZER_STATES)
+        given: dict[str, Any] = {}
+        left_out: list[str] = []
+
+        def check(_: torch.optim.Optimizer, adapted: dict[str, Any]) -> dict[str, Any]:
+            given.update(adapted)
+            self._check_saved(given)
+            return {**adapted, "state": {}}
+
+        def write(_: torch.optim.Optimizer) -> None:
+            left_out.extend(self._write_states(given))
+
+        # Between the hooks of others, of which some adapt what is loaded, and others look at what was.
+        ours = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(write, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in ours:
+                hook.remove()
         if left_out:
             warnings.warn(
                 f"the saved moments of {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''} are left out: frozen when "
                 "the model was compiled, these have no optimizer states",
                 stacklevel=2,
             )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The end of loading, as of torch's AdamW and Adam: what older versions did not save gets its default."""
+        super().__setstate__(state)
+        self._group_of = None
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def _check_saved(self, given: Mapping[str, Any]) -> None:
+        """Before anything is written: is this the state of such an optimizer?"""
+        for group in given["param_groups"]:
+            _check_hyper(group)
+        for index, shell in self._saved_and_ours(given["param_groups"]):
+            _check_entry(given["state"].get(index), shell)
+
+    def _saved_and_ours(self, saved_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, Shell]]:
+        """Each saved parameter's index with the parameter that it is now; if they differ in number, torch says so."""
+        saved = [index for group in saved_groups for index in group["params"]]
+        shells = [shell for group in self.param_groups for shell in group["params"]]
+        return zip(saved, shells, strict=False)
+
+    def _write_states(self, given: Mapping[str, Any]) -> list[str]:
+        """Steps and moments to the store; the names of those that are left out."""
+        left_out = []
+        for index, shell in self._saved_and_ours(given["param_groups"]):
+            entry = given["state"].get(index)
+            if not self.engine.slots[shell.slot].trainable:
+                left_out += [shell.parameter_name] if entry is not None else []
+                continue
+            resident = self.engine.residency[shell.slot]
+            if entry is not None:
+                self.engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
+                resident.updates = int(entry["step"])
+            elif resident.updates:
+                zeros = torch.zeros(shell.shape)
+                self.engine.states.write_moments(shell.slot, zeros, zeros)
+                resident.updates = 0
+        self.engine.restored(OPTIMIZER_STATES)
+        return left_out
 
 
 class AdamW(Adam):

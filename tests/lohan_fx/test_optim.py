@@ -348,6 +348,28 @@ def test_groups_of_older_versions_get_what_they_lack(models: tuple[nn.Module, nn
     same_weights(model, plain)
 
 
+def test_what_is_loaded_is_what_hooks_make_of_it(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    source = torch.optim.AdamW(list(plain.parameters())[::-1], lr=0.02, foreach=False)
+    train(plain, source, range(2))
+    model.load_state_dict(plain.state_dict())
+    reference = torch.optim.AdamW(plain.named_parameters(), foreach=False)
+    optimizer = AdamW(model.named_parameters())
+    seen: list[int] = []
+
+    def in_our_order(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {5 - index: entry for index, entry in state["state"].items()}}
+
+    for loaded in (reference, optimizer):
+        loaded.register_load_state_dict_pre_hook(in_our_order)
+        loaded.register_load_state_dict_post_hook(lambda done: seen.append(len(done.state_dict()["state"])))
+        loaded.load_state_dict(source.state_dict())
+    assert seen == [6, 6]
+    same_state(optimizer.state_dict(), reference.state_dict())
+    assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+    same_weights(model, plain)
+
+
 def test_how_weights_decay_is_loaded_with_the_rest(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
     source = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.3, foreach=False)
