@@ -288,10 +288,10 @@ class Adam(torch.optim.Optimizer):
         for index, shell in self._saved_and_ours(given["param_groups"]):
             entry = given["state"].get(index)
             if not self.engine.slots[shell.slot].trainable:
-                left_out += [shell.parameter_name] if entry is not None else []
+                left_out += [shell.parameter_name] if entry else []
                 continue
             resident = self.engine.residency[shell.slot]
-            if entry is not None:
+            if entry:
                 self.engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
                 resident.updates = int(entry["step"])
             elif resident.updates:
@@ -341,7 +341,7 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: 
 
 def _check_entry(entry: dict[str, Any] | None, shell: Shell) -> None:
     """Before anything is written: is this the Adam state of a parameter like ``shell``?"""
-    if entry is None:
+    if not entry:  # torch leaves an empty one where somebody has looked for a state before there was any
         return
     for name in ("step", "exp_avg", "exp_avg_sq"):
         if name not in entry:

@@ -370,6 +370,17 @@ def test_what_is_loaded_is_what_hooks_make_of_it(models: tuple[nn.Module, nn.Mod
     same_weights(model, plain)
 
 
+def test_an_empty_entry_is_no_state(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    saved = torch.optim.AdamW(plain.parameters(), lr=0.02, foreach=False).state_dict()
+    saved["state"] = {0: {}}  # as after a look at ``optimizer.state[parameter]`` before the first step
+    reference, optimizer = torch.optim.AdamW(plain.parameters(), foreach=False), AdamW(model.parameters())
+    for loaded in (reference, optimizer):
+        loaded.load_state_dict(saved)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    same_weights(model, plain)
+
+
 def test_how_weights_decay_is_loaded_with_the_rest(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
     source = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.3, foreach=False)
