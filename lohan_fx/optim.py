@@ -268,6 +268,8 @@ class Adam(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            if self._decoupled:
+                group["decoupled_weight_decay"] = True
 
     def _check_saved(self, given: Mapping[str, Any]) -> None:
         """Before anything is written: is this the state of such an optimizer?"""

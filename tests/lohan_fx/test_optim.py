@@ -381,6 +381,15 @@ def test_an_empty_entry_is_no_state(models: tuple[nn.Module, nn.Module]) -> None
     same_weights(model, plain)
 
 
+def test_adamw_stays_adamw_whatever_it_loads(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    source = torch.optim.Adam(plain.parameters(), weight_decay=0.3, foreach=False)
+    reference, optimizer = torch.optim.AdamW(plain.parameters()), AdamW(model.parameters())
+    for loaded in (reference, optimizer):
+        loaded.load_state_dict(source.state_dict())
+    assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
 def test_how_weights_decay_is_loaded_with_the_rest(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
     source = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.3, foreach=False)
