@@ -184,6 +184,11 @@ class Adam(torch.optim.Optimizer):
                     f"{where} changed between backward and step ({used} was used, now {then}): the "
                     "update ran inside the backward; change hyper-parameters and groups after step()"
                 )
+        if late := [self._engine.slots[slot].name for slot in self._engine.updates.dropped if slot in self._groups()]:
+            raise StepError(
+                f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''} came into a param group between backward and step, and "
+                "had a gradient before, which was not kept: take it out again until after step(), and add groups after step()"
+            )
         updated = set(self._engine.step(self._count))
         self._group_of = None
         # As any optimizer's update does: a backward that needs the parameters as they were is refused by autograd.
@@ -364,8 +369,7 @@ def _check_hyper(group: dict[str, Any]) -> None:
         raise ValueError(f"a param group has no {', '.join(missing)}: it is not of Adam")
     if isinstance(group["lr"], str):
         raise TypeError(f"lr is {group['lr']!r}: expected a number")
-    if group.get("amsgrad"):
-        raise ValueError("amsgrad=True is not supported: it needs a third state per parameter; use amsgrad=False")
+    _refuse_amsgrad(group)
     beta1, beta2 = group["betas"]
     checks: Iterable[tuple[str, float, bool]] = (
         ("lr", float(group["lr"]), float(group["lr"]) >= 0.0),
@@ -377,6 +381,11 @@ def _check_hyper(group: dict[str, Any]) -> None:
     for name, value, good in checks:
         if not good:
             raise ValueError(f"{name} is {value}: expected {'[0, 1)' if name.startswith('betas') else 'zero or more'}")
+
+
+def _refuse_amsgrad(group: Mapping[str, Any]) -> None:
+    if group.get("amsgrad"):
+        raise ValueError("amsgrad=True is not supported: it needs a third state per parameter; use amsgrad=False")
 
 
 def _now(value: Any) -> Number:

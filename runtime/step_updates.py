@@ -31,7 +31,8 @@ Options = Callable[[int], AdamOptions | None]
 class StepUpdates:
     """The updates of the step under way, of all parameters of one model.
 
-    ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way.
+    ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way, ``dropped``
+    the slots of which a gradient came while the optimizer lacked them.
     ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014). ``step`` counts
     the steps whose gradients were applied or dropped, ``finished`` those of them that ``finish_step`` has ended: what a forward
     has kept may have a backward after ``drop``.
@@ -48,7 +49,7 @@ class StepUpdates:
         self.holds = False
         self.step = 0
         self.finished = 0
-        self._dropped: set[int] = set()
+        self.dropped: set[int] = set()
         self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
@@ -112,8 +113,8 @@ class StepUpdates:
         self._ready().finish_repeating(slot)
         self._taken.setdefault(slot)
         options = self.options(slot)
-        if options is None:
-            self._dropped.add(slot)
+        if options is None or slot in self.dropped:
+            self.dropped.add(slot)
             return
         deferred = self.holds or self._gradients.deferred(slot)
         if self._applying and not deferred and not self._gradients.applied_late(slot):
@@ -139,7 +140,7 @@ class StepUpdates:
         has been applied already."""
         if self._micro_batches.torn:
             return False
-        if slot in self._dropped:
+        if slot in self.dropped:
             raise ValueError(
                 f"the gradient of {self._slots[slot].name} was asked for, and is not kept, because the optimizer was not given "
                 "that parameter: give it to the optimizer, or freeze it by requires_grad_(False) before compile"
@@ -177,7 +178,7 @@ class StepUpdates:
         has been applied already."""
         if self._micro_batches.torn:
             return
-        self._dropped.discard(slot)
+        self.dropped.discard(slot)
         if slot in self.applied_with:
             self._micro_batches.gradients_dropped()
         if not self._gradients.holds(slot):
@@ -298,7 +299,7 @@ class StepUpdates:
         """The gradients of this step are applied, on their way to be, or dropped."""
         self._gradients.forget()
         self.step += 1
-        self._dropped.clear()
+        self.dropped.clear()
         self.applied_with.clear()
         self._holding = False
 

@@ -207,6 +207,36 @@ def test_a_parameter_that_leaves_its_group_too_late(models: tuple[nn.Module, nn.
     optimizer.step()
 
 
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_group_that_is_added_too_late(backwards: int, models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.layers[0].parameters(), lr=0.01, accumulation_steps=backwards)
+    reference = torch.optim.AdamW(plain.layers[0].parameters(), lr=0.01, foreach=False)
+    model(batch(0)).backward()
+    optimizer.add_param_group({"params": model.layers[1].parameters()})
+    if backwards == 2:
+        model(batch(0)).backward()
+    with pytest.raises(
+        StepError, match=r"layers\.1\.weight, layers\.1\.bias came into a param group between backward and"
+    ):
+        optimizer.step()
+    group = optimizer.param_groups.pop()
+    optimizer.step()
+    for _ in range(backwards):
+        plain(batch(0)).backward()
+    reference.step()
+    plain.zero_grad()
+    optimizer.param_groups.append(group)
+    reference.add_param_group({"params": plain.layers[1].parameters()})
+    for seed in range(2):
+        for one, its in ((model, optimizer), (plain, reference)):
+            for _ in range(backwards):
+                one(batch(seed)).backward()
+            its.step()
+            one.zero_grad()
+    same_weights(model, plain)
+
+
 @pytest.mark.parametrize(
     "make",
     [
