@@ -135,6 +135,8 @@ class Adam(torch.optim.Optimizer):
         """Slot -> the param group that has it. Users may move parameters between groups, and take them out: it is found anew in
         each step."""
         if self._group_of is None:
+            for group in self.param_groups:
+                _refuse_amsgrad(group)
             groups = enumerate(self.param_groups)
             self._group_of = {shell.slot: index for index, group in groups for shell in group["params"]}
         return self._group_of

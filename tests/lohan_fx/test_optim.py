@@ -237,6 +237,22 @@ def test_a_group_that_is_added_too_late(backwards: int, models: tuple[nn.Module,
     same_weights(model, plain)
 
 
+@pytest.mark.parametrize("hold", [False, True])
+def test_amsgrad_that_is_switched_on_later(hold: bool, models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW([{"params": layer.parameters()} for layer in model.layers], lr=0.01, accumulation_steps=1)
+    optimizer.engine.updates.holds = hold
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["amsgrad"] = True  # of the parameters whose gradients come last
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
+        train(model, optimizer, range(1, 2))
+    optimizer.param_groups[0]["amsgrad"] = False
+    train(model, optimizer, range(1, 3))
+    train(plain, reference, range(3))
+    same_weights(model, plain)
+
+
 @pytest.mark.parametrize(
     "make",
     [
