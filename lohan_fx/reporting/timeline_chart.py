@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,9 @@ def _draw_busy(axes: Any, events: Sequence[Event], seconds: float, plan: Plan | 
 def _predicted_s(plan: Plan | None) -> Mapping[str, float]:
     if plan is None or plan.prediction is None:
         return {}
-    return dict.fromkeys(_LANES, 0.0) | plan.prediction.lanes_s
+    lanes_s = dict.fromkeys(_LANES, 0.0) | plan.prediction.lanes_s
+    # By a profile without drives, what is on NVMe takes for ever.
+    return {lane: seconds for lane, seconds in lanes_s.items() if math.isfinite(seconds)}
 
 
 def _draw_stages(axes: Any, stages: _Stages) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -55,7 +56,14 @@ def test_a_wait_as_the_backward_begins_is_the_backwards_alone() -> None:
     assert (stages.forward_s, stages.backward_s, stages.stall_s, stages.rest_s) == (1.5, 3.75, 1.75, 1.0)
 
 
-@pytest.mark.parametrize("plan", [None, PLAN], ids=["measured", "predicted"])
+ENDLESS = dataclasses.replace(PREDICTION, optimizer=Stage({"ssd": math.inf, "cpu": 0.5}))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [None, PLAN, dataclasses.replace(PLAN, prediction=ENDLESS)],
+    ids=["measured", "predicted", "by a profile without drives"],
+)
 @pytest.mark.parametrize("events", [STEP, STEP[:1], STEP[2:3]], ids=["all lanes", "forward alone", "ssd alone"])
 def test_it_writes_a_png(events: list[Event], plan: Plan | None, tmp_path: Path) -> None:
     draw(events, tmp_path / "step.png", title="a model", plan=plan)
