@@ -158,7 +158,7 @@ class Forecast:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the numbers do not say by themselves."""
-        return (*self.subject.notes, *self.subject.capture.notes, *self.plan.notes, *_notes_on(self.asked))
+        return (*self.subject.notes, *self.subject.capture.notes, *self.plan.notes, *notes_on(self.asked))
 
     @property
     def lowest_tier(self) -> Tier:
@@ -166,8 +166,8 @@ class Forecast:
         return lowest_tier(self.plan)
 
 
-def _notes_on(asked: Asked) -> list[str]:
-    """Its own, that it asks for more than there is, and what a step is."""
+def notes_on(asked: Asked) -> list[str]:
+    """Of a question: its own, that it asks for more than there is, and what a step is."""
     hw, notes = asked.hw, list(asked.notes)
     for tier, promised, there_is in (
         ("host", asked.host_memory_bytes, hw.host_memory_bytes),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lohan_fx.errors import InfeasiblePlan
-from lohan_fx.forecasting.forecast import Asked, Forecast, Subject, forecast
+from lohan_fx.forecasting.forecast import Asked, Forecast, Subject, forecast, notes_on
 from lohan_fx.forecasting.forecast_table import forecast_data, format_rate
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.models.model_source import UserCodeError
@@ -283,7 +283,9 @@ def rows_text(title: str, rows: Sequence[Row], *, width: int = 0) -> str:
     columns += ["host", "device", "wear years", f"$/M {unit}"]
     why = [f"  {row.label}: {row.why_not}" for row in rows if row.found is None]
     fitting = [row.found for row in rows if row.found]
-    notes = dict.fromkeys(f"note: {note}" for found in fitting for note in (*found.subject.notes, *found.asked.notes))
+    notes = dict.fromkeys(
+        f"note: {note}" for found in fitting for note in (*found.subject.notes, *notes_on(found.asked))
+    )
     below = [line for part in (why, notes) if part for line in ("", *part)]
     return "\n".join([*_in_parts(columns, lines, width), *below])
 

@@ -280,6 +280,9 @@ def test_notes_say_what_was_asked_beyond_the_machine_and_what_a_step_is(
     assert found["forwards"] == 2 and "seconds and traffic are those of a step with one" in found["notes"][-1]
     beyond = [note for note in found["notes"] if "is more than" in note]
     assert ["768 GiB" in note for note in beyond] == [True, False] and "24.0 GiB" in beyond[1]
+    assert plan(model, "--compare", "keep,recompute", *given) == 0
+    rows = capsys.readouterr().out
+    assert all(rows.count(f"note: {note}") == 1 for note in (*beyond, found["notes"][-1]))
 
 
 def test_drives_of_two_kinds_are_taken_in_order(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
