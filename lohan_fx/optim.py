@@ -7,11 +7,12 @@ The arithmetic is torch's own: with the same ``fused`` the bits are those of ``t
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 
@@ -22,6 +23,19 @@ from lohan_fx.runtime.adam import AdamOptions, Number
 from lohan_fx.runtime.engine import OPTIMIZER_STATES, Engine
 
 T = TypeVar("T")
+
+
+class _Elsewhere(collections.defaultdict[torch.Tensor, Any]):
+    """``optimizer.state``: nothing is in it, and what would have no effect is refused."""
+
+    def _refuse(self, *_: object) -> Never:
+        raise OffloadedParameterError(
+            "the state of a parameter was looked up in optimizer.state, or changed there, and is not in memory: "
+            "optimizer.state_dict() reads them, optimizer.load_state_dict() changes them (where its 'state' is {}, all begin "
+            "anew)"
+        )
+
+    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def _in_one_call(method: Callable[..., T]) -> Callable[..., T]:
@@ -73,6 +87,7 @@ class Adam(torch.optim.Optimizer):
             "decoupled_weight_decay": self._decoupled,
         }  # fmt: skip
         self._engine: Engine | None = None
+        self._shown: collections.defaultdict[torch.Tensor, Any] = _Elsewhere()
         self._owner: Any = None
         self._group_of: dict[int, int] | None = None
         self.steps_done = 0
@@ -214,6 +229,16 @@ class Adam(torch.optim.Optimizer):
         self._group_of = None
         self._engine.drop_gradients()
 
+    @property
+    def state(self) -> collections.defaultdict[torch.Tensor, Any]:
+        """Without entries but within ``state_dict()``: states are not in memory."""
+        return self._shown
+
+    @state.setter
+    def state(self, value: collections.defaultdict[torch.Tensor, Any]) -> None:
+        if self._engine is not None:  # not by torch's constructor
+            _Elsewhere().update(value)
+
     # --- state_dict: torch's own format, so that it can be exchanged with torch.optim.AdamW -------------------
 
     @_in_one_call
@@ -222,17 +247,19 @@ class Adam(torch.optim.Optimizer):
         assert self._engine is not None
         self._engine.before_reading()
         shells = {shell.slot: shell for group in self.param_groups for shell in group["params"]}
+        found: collections.defaultdict[torch.Tensor, Any] = collections.defaultdict(dict)
         for slot, shell in shells.items():
             updates = self._engine.residency[slot].updates
             if updates:
                 exp_avg, exp_avg_sq = self._engine.states.read_moments(slot)
-                self.state[shell] = {
+                found[shell] = {
                     "step": torch.tensor(float(updates), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq
                 }  # fmt: skip
+        self._shown = found
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._shown = _Elsewhere()
 
     @_in_one_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -340,6 +340,30 @@ def test_taking_a_state_leaves_nothing_in_memory(models: tuple[nn.Module, nn.Mod
     assert not optimizer.state
 
 
+def test_states_that_are_not_there_are_neither_read_nor_changed(models: tuple[nn.Module, nn.Module]) -> None:
+    model, plain = models
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    train(model, optimizer, range(2)), train(plain, reference, range(2))
+    first = next(model.parameters())
+    changes: list[Callable[[], object]] = [
+        lambda: optimizer.state[first]["exp_avg"],
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(first, None),
+        lambda: setattr(optimizer, "state", {}),
+        lambda: optimizer.state.update({first: {}}),
+    ]
+    for change in changes:
+        with pytest.raises(OffloadedParameterError, match=r"optimizer\.state_dict\(\) reads them"):
+            change()
+    assert not optimizer.state and list(optimizer.state.items()) == [] and first not in optimizer.state
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    reference.state.clear()
+    assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
+    same_weights(model, plain)
+    same_state(optimizer.state_dict(), reference.state_dict())
+
+
 def states_of_another_kind(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """States that cannot be ours, each with what the refusal must say."""
 
