@@ -24,6 +24,7 @@ from lohan_fx.errors import StepError, StoreError
 from lohan_fx.runtime.generation_files import generation_path, generations_in
 from lohan_fx.runtime.manifest import sealed
 from lohan_fx.runtime.store_file import STORE_NAME
+from tests.exhaustive import combinations
 from tests.tiny import WIDTH, Tiny, batch, profile
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -129,11 +130,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("policy", "streamed"), [("recompute", True), ("swap-nvme", True), ("keep", False), ("lohan", False)]
+    ("policy", "dtype"),
+    combinations(["recompute", "swap-nvme", "keep", "lohan"], [torch.bfloat16, torch.float32]),
+    ids=str,
 )
-def test_a_resumed_run_is_the_unbroken_one(begin: Begin, policy: str, streamed: bool, dtype: torch.dtype) -> None:
+def test_a_resumed_run_is_the_unbroken_one(begin: Begin, policy: str, dtype: torch.dtype) -> None:
+    streamed = policy in ("recompute", "swap-nvme")
     unbroken = begin(policy, dtype, streamed=streamed)
     expected = [unbroken.step() for _ in range(8)]
     weights = unbroken.results()

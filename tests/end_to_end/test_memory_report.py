@@ -28,7 +28,7 @@ def report_of(nvme: Path, policy: str, host_memory: str = "4GiB") -> dict[str, A
     return found
 
 
-@pytest.mark.parametrize("policy", some_of(["in-memory", "recompute", "swap-nvme"], ["in-memory", "swap-nvme"]))
+@pytest.mark.parametrize("policy", some_of(["in-memory", "recompute", "swap-nvme"], ["swap-nvme"]))
 def test_rows_add_up_to_the_peak_and_leave_little_over(policy: str, tmp_path: Path) -> None:
     found = report_of(tmp_path, policy)
     rows = {row["purpose"]: row["bytes"] for row in found["rows"]}

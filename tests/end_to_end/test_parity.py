@@ -33,6 +33,7 @@ OFTEN = {
 """The forced policies that each family is usually tried with."""
 LOOSE = "700MiB"
 OFTEN_BF16 = {"gpt2": ("swap-nvme",), "llama": ("recompute",), "opt": (), "vit": ("recompute",), "dit": ("swap-nvme",)}
+T5_AS = (("recompute", torch.float32), ("swap-nvme", torch.bfloat16))
 BF16_STEP = 2**-7
 """Tracing rounds to bf16 in other places than eager does. Losses, which ViT rounds to bf16, agree to one step of it."""
 BF16_SHARE = 0.2
@@ -57,7 +58,7 @@ def test_forced_policies_are_bit_equal_to_eager(case: Case, policy: str, hw: Har
     assert _does(found.plan, policy)
 
 
-@pytest.mark.parametrize(("policy", "dtype"), [("recompute", torch.float32), ("swap-nvme", torch.bfloat16)])
+@pytest.mark.parametrize(("policy", "dtype"), some_of(T5_AS, T5_AS[:1]))
 def test_an_encoder_with_a_decoder(policy: str, dtype: torch.dtype, hw: HardwareProfile, tmp_path: Path) -> None:
     """T5: a shared embedding, positions as a bias, and constants in the graph, recomputed as all else is."""
     found = streamed(T5, hw, tmp_path, dtype=dtype, policy=policy)

@@ -33,8 +33,8 @@ def found() -> MetaCapture:
 
 
 def planned(found: MetaCapture, asked: Asked = ASKED) -> tuple[Plan, float]:
-    """The plan, and the seconds of a simulated step by it."""
-    request = make_request(found, asked)
+    """The plan, with the buffers that the planner begins with, and the seconds of a simulated step by it."""
+    request = replace(make_request(found, asked), chooses_staging=False)
     halves, plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)
     return plan, simulate(halves, plan, request.hw).step_s
 
@@ -52,7 +52,7 @@ def test_what_comes_back_has_room_where_compute_would_wait_for_it(
     monkeypatch.setattr(plan_search, "TIMES_LARGEST", ())
     narrow, narrow_s = planned(found)
     assert plan.windows.swap_in_bytes >= largest > narrow.windows.swap_in_bytes
-    assert step_s < 0.95 * narrow_s
+    assert step_s < 0.98 * narrow_s
 
 
 @pytest.fixture(scope="module")
