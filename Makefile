@@ -28,11 +28,12 @@ wheel-check: $(INSTALLED)
 	tests/wheel_check.sh $(BIN)/python
 
 # torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes: without a GPU,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU. Of all that is installed a tenth is ever
+# imported, and compiled then.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0 setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
 	touch $@
 
 clean:

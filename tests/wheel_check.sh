@@ -18,7 +18,7 @@ diff <(cd "$checkout" && find -L lohan_fx -type f -not -path '*/__pycache__/*' |
     { echo "wheel_check: the wheel (>) differs from the tree (<)" >&2; exit 1; }
 
 "$builder" -m venv "$scratch/venv"
-pip=("$scratch/venv/bin/python" -m pip install -q -c "$checkout/constraints.txt")
+pip=("$scratch/venv/bin/python" -m pip install -q --no-compile -c "$checkout/constraints.txt")
 "${pip[@]}" torch==2.13.0
 "${pip[@]}" "${wheel[0]}"
 

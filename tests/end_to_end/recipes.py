@@ -20,6 +20,7 @@ import lohan_fx
 from lohan_fx.capture import prepare_dynamo
 from lohan_fx.compile import compiled
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.measuring import machine
 from lohan_fx.plan import Plan
 from tests.end_to_end.models import Case
 
@@ -86,7 +87,7 @@ def profile_of(device: str) -> HardwareProfile:
 
 def usual_dtype() -> torch.dtype:
     """For models of some size: bfloat16, or float32 on processors without kernels for it, which take a hundred times as long."""
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return torch.bfloat16 if machine.computes_bfloat16() else torch.float32
 
 
 def name_of(dtype: torch.dtype) -> str:

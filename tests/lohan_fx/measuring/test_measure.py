@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx.hardware import DTYPES, HardwareProfile
+from lohan_fx.hardware import DTYPES, HardwareProfile, NvmeProfile
 from lohan_fx.measuring import machine, measure, measure_nvme
 
 # Where the tests run there may be other load, and a /tmp in RAM.
@@ -66,6 +66,29 @@ def test_measure_fills_the_whole_profile_and_leaves_no_file(tmp_path: Path) -> N
     (tmp_path / "hw.toml").unlink()
     for directory in directories:
         directory.rmdir()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_compute_beside_drives_is_in_a_dtype_that_the_processor_computes_in(
+    computes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever rates other load left: here, as fast in bfloat16 as in float32."""
+    asked: list[torch.dtype] = []
+
+    def lost(directories: Sequence[str], dtype: torch.dtype, seconds: float) -> tuple[float, float, float]:
+        asked.append(dtype)
+        return 1e-6, 1e-12, 1e-6
+
+    def drives(directories: Sequence[str], device: str, dtype: torch.dtype, *_: object) -> tuple[NvmeProfile, ...]:
+        asked.append(dtype)
+        return ()
+
+    monkeypatch.setattr(machine, "computes_bfloat16", lambda: computes)
+    monkeypatch.setattr(measure, "_matmul_flops_per_s", lambda *_: 1e9)
+    monkeypatch.setattr(measure, "lost_to_requests", lost)
+    monkeypatch.setattr(measure, "drives_beside_compute", drives)
+    HardwareProfile.measure([tmp_path], device="cpu", progress=False, seconds=0.1)
+    assert asked == 2 * [torch.bfloat16 if computes else torch.float32]
 
 
 def test_measure_needs_no_drives_and_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
