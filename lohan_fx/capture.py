@@ -60,8 +60,9 @@ class Linked(Protocol):
     def backward(self, rises: Rises, plan: Plan, sources: Sources) -> AbstractContextManager[None]: ...
 
 
-def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
-    """A ``torch.compile`` backend for ``model``, which it does not keep alive: Dynamo keeps every backend for good."""
+def backend_for(model: Linked, module: str) -> Callable[[GraphModule, list[torch.Tensor]], Any]:
+    """A ``torch.compile`` backend for calls of ``module``, by its name in ``model``, which it does not keep alive: Dynamo keeps
+    every backend for good."""
     reference = weakref.ref(model)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
@@ -99,6 +100,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
                 parameters=parameters,
                 activation_slots=activation_slots,
             )
+            halves.module = module
             again = functools.partial(replan, joint, num_fwd_outputs, parameters)
             model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
             compiled.update(halves.compiled)
@@ -117,6 +119,7 @@ def backend_for(model: Linked) -> Callable[[GraphModule, list[torch.Tensor]], An
 
         def inference(graph: GraphModule, inputs: Any) -> Any:
             halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
+            halves.module = module
             model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
             assigned.update(halves.assigned)
             coming.update(_host_rises(halves, plan))

@@ -107,7 +107,7 @@ class CompiledModel:
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
         self._untidy_calls = 0
-        self._calls = ModuleCalls(functools.partial(backend_for, self), request.dynamic)
+        self._calls = ModuleCalls(self._backend_for, request.dynamic)
         self._waiting = WaitingForwards()
         self._warned = False
         self._learns_forwards = request.plan is None
@@ -188,6 +188,10 @@ class CompiledModel:
         before = module.__dict__.get("_compiled_call_impl")
         module._compiled_call_impl = call
         self._restore.append(functools.partial(setattr, module, "_compiled_call_impl", before))
+
+    def _backend_for(self, module: nn.Module) -> Callable[..., Any]:
+        names = {part: name for name, part in self.model.named_modules()}
+        return backend_for(self, names.get(module, type(module).__name__))  # it may have left the model since
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self.engine.one_call(), _capturing():

@@ -19,10 +19,11 @@ _numbers = itertools.count()
 
 
 class ModuleCalls:
-    """One call per key, captured anew for inputs that its graphs do not hold for. ``backend`` makes a ``torch.compile`` backend.
-    ``dynamic``: as ``torch.compile`` takes it, for what trains; evaluation is for many sizes from its second shape on."""
+    """One call per key, captured anew for inputs that its graphs do not hold for. ``backend`` makes the ``torch.compile``
+    backend of a module. ``dynamic``: as ``torch.compile`` takes it, for what trains; evaluation is for many sizes from its second
+    shape on."""
 
-    def __init__(self, backend: Callable[[], Any], dynamic: bool | None) -> None:
+    def __init__(self, backend: Callable[[nn.Module], Any], dynamic: bool | None) -> None:
         self._backend = backend
         self._dynamic = dynamic
         self._calls: dict[Key, Call] = {}
@@ -74,7 +75,7 @@ class ModuleCalls:
         # Dynamo keeps its graphs with the code object, and with its name which sizes have changed: with one of its own, graphs go
         # when the model does, and what one call has seen says nothing of another.
         call.__code__ = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
-        made: Call = torch.compile(call, backend=self._backend(), fullgraph=True, dynamic=dynamic)
+        made: Call = torch.compile(call, backend=self._backend(module), fullgraph=True, dynamic=dynamic)
         return made
 
 

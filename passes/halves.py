@@ -43,7 +43,7 @@ class Halves:
     tangents. ``parameters``: placeholder name -> parameter. ``gradients``: position among the backward's outputs
     -> parameter whose gradient that is. ``activation_slots``: slots that ``insert_swaps`` may give out. ``compiled``: per
     half, the segments that are to run compiled, by their names (``cut_segments``). ``assigned``: per half, the values that are
-    to lie in the workspace.
+    to lie in the workspace. ``module``: which was called, by its name in the model, whose own is "".
     """
 
     forward: GraphModule
@@ -54,6 +54,7 @@ class Halves:
     activation_slots: range
     compiled: dict[str, dict[str, Callable[[list[Any]], Any]]] = field(default_factory=dict)
     assigned: dict[str, Assignment] = field(default_factory=dict)
+    module: str = ""
 
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
         """("forward", gm) and, where there is one, ("backward", gm)."""

@@ -37,7 +37,8 @@ def dump(
     Args:
         format: "text", or "json" for the same as data; there every node is listed, and the groups say what is equal.
         unfold: show every layer.
-        graph: which of the captured graphs; None: the last one for training, or the last one if there is none.
+        graph: which of the captured graphs; None: the last one for training, or the last one if there is none; one of the
+            whole model, or, where only parts of it were called (docs/0046), of a part.
         width: cut longer lines of the text to this many characters.
 
     Raises:
@@ -69,8 +70,7 @@ def _shown(halves: Sequence[Halves], graph: int | None) -> int:
         if not 0 <= graph < len(halves):
             raise ValueError(f"graph is {graph}: {len(halves)} were captured, expected 0 to {len(halves) - 1}")
         return graph
-    training = [index for index, found in enumerate(halves) if found.backward is not None]
-    return training[-1] if training else len(halves) - 1
+    return max(range(len(halves)), key=lambda i: (halves[i].backward is not None, not halves[i].module, i))
 
 
 def _inputs(halves: Halves) -> list[str]:
@@ -81,6 +81,11 @@ def _inputs(halves: Halves) -> list[str]:
 
 def _kind(halves: Halves) -> str:
     return "inference" if halves.backward is None else "training"
+
+
+def _title_of(halves: Halves) -> str:
+    part = f"{halves.module} by itself, " if halves.module else ""
+    return f"{part}{_kind(halves)} of {', '.join(_inputs(halves))}"
 
 
 # --- data -----------------------------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ def _data(plan: Plan, captured: Sequence[Halves], shown: int, *, unfold: bool) -
         }
     return {
         "plan": json.loads(plan.to_json()),
-        "captured": [{"kind": _kind(found), "inputs": _inputs(found)} for found in captured],
+        "captured": [{"module": found.module, "kind": _kind(found), "inputs": _inputs(found)} for found in captured],
         "shown": shown,
         "graphs": graphs,
     }
@@ -133,7 +138,7 @@ def _group_data(group: Group) -> dict[str, Any]:
 def _text(plan: Plan, captured: Sequence[Halves], shown: int, checkpoints: int, *, unfold: bool) -> list[str]:
     text = ["captured graphs (> is shown below)"]
     for index, found in enumerate(captured):
-        text.append(f"{'>' if index == shown else ' '} {index}: {_kind(found)} of {', '.join(_inputs(found))}")
+        text.append(f"{'>' if index == shown else ' '} {index}: {_title_of(found)}")
     text += ["", plan_table(plan, checkpoints)]
     for name, gm in captured[shown].graphs():
         lines = listing(gm, captured[shown], plan)

@@ -206,7 +206,7 @@ def test_json_holds_the_plan_and_all_nodes(six_layers: nn.Module) -> None:
     data = json.loads(lohan_fx.dump(six_layers, format="json"))
     found: Any = six_layers._lohan_fx
     assert Plan.from_json(json.dumps(data["plan"])) == found.plans[-1]
-    assert data["captured"] == [{"kind": "training", "inputs": ["i64[2, 16]", "f32[8]"]}]
+    assert data["captured"] == [{"module": "", "kind": "training", "inputs": ["i64[2, 16]", "f32[8]"]}]
     for name, gm in halves_of(six_layers).graphs():
         graph = data["graphs"][name]
         assert [node["name"] for node in graph["nodes"]] == [node.name for node in gm.graph.nodes]
@@ -262,6 +262,33 @@ def test_all_captured_shapes_are_named_and_the_last_training_one_is_shown(compil
     assert json.loads(lohan_fx.dump(model, graph=0, format="json"))["shown"] == 0
     with pytest.raises(ValueError, match="graph is 3: 3 were captured, expected 0 to 2"):
         lohan_fx.dump(model, graph=3)
+
+
+def test_a_graph_of_a_part_is_named_and_not_shown_before_the_whole_models(compiled: Compiled) -> None:
+    model = stack(compiled, "swap-nvme", layers=2)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    model.layers[1](x)  # type: ignore[index]
+    with torch.no_grad():
+        model.layers[0](x)  # type: ignore[index]
+    first = lohan_fx.dump(model).splitlines()[1:4]
+    assert first == [
+        "> 0: training of bf16[8, 64]",
+        "  1: layers.1 by itself, training of bf16[8, 64]",
+        "  2: layers.0 by itself, inference of bf16[8, 64]",
+    ]
+    data = json.loads(lohan_fx.dump(model, format="json"))
+    assert [found["module"] for found in data["captured"]] == ["", "layers.1", "layers.0"] and data["shown"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:the hardware profile")
+def test_where_only_parts_train_one_of_them_is_shown(tmp_path: Path) -> None:
+    model = lohan_fx.compile(Stack(2), hw(), nvme=[tmp_path], host_memory="2GiB")
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    with lohan_fx.releasing(model):
+        model.layers[1](x)  # type: ignore[index]
+        with torch.no_grad():
+            model(x)
+        assert lohan_fx.dump(model).splitlines()[1] == "> 0: layers.1 by itself, training of bf16[8, 64]"
 
 
 def test_sizes_that_may_be_smaller_have_names(compiled: Compiled) -> None:
