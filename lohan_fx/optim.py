@@ -377,19 +377,44 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: 
 
 def _check_entry(entry: dict[str, Any] | None, shell: Shell) -> None:
     """Before anything is written: is this the Adam state of a parameter like ``shell``?"""
-    if not entry:  # torch leaves an empty one where somebody has looked for a state before there was any
+    if (
+        entry is None or entry == {}
+    ):  # torch leaves an empty one where somebody has looked for a state before there was any
         return
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"the saved state of {shell.parameter_name} is a {type(entry).__name__}: it is not of Adam")
     for name in ("step", "exp_avg", "exp_avg_sq"):
         if name not in entry:
             raise ValueError(
                 f"the saved state of {shell.parameter_name} has no {name} but {', '.join(entry)}: it is not of Adam"
             )
+    if not _is_count(entry["step"]):
+        raise ValueError(
+            f"the saved step of {shell.parameter_name} is {entry['step']!r}: expected how many updates it has had, a whole number"
+        )
     for name in ("exp_avg", "exp_avg_sq"):
-        if entry[name].shape != shell.shape:
+        value = entry[name]
+        if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+            found = (
+                f"on {value.device}, {value.layout}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            )
             raise ValueError(
-                f"the saved {name} of {shell.parameter_name} has shape {tuple(entry[name].shape)}; the parameter has "
+                f"the saved {name} of {shell.parameter_name} is {found}: expected a dense tensor in memory"
+            )
+        if value.shape != shell.shape:
+            raise ValueError(
+                f"the saved {name} of {shell.parameter_name} has shape {tuple(value.shape)}; the parameter has "
                 f"{tuple(shell.shape)}: load the state of an optimizer over the same parameters in the same order"
             )
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number, whatever holds it, and none below zero."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, str) and number >= 0 and number.is_integer()
 
 
 def _check_hyper(group: dict[str, Any]) -> None:

@@ -401,6 +401,46 @@ def test_a_state_of_another_kind_changes_nothing(models: tuple[nn.Module, nn.Mod
     assert train(model, optimizer, range(2, 4)) == train(plain, reference, range(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("exp_avg", None, "is a NoneType"),
+        ("exp_avg_sq", [0.0] * 16, "is a list"),
+        ("exp_avg", torch.zeros(16, device="meta"), "is on meta"),
+        ("exp_avg", torch.zeros(16).to_sparse(), "is on cpu, torch.sparse_coo"),
+        ("step", torch.tensor(float("nan")), r"is tensor\(nan\)"),
+        ("step", float("inf"), "is inf"),
+        ("step", torch.tensor(2.5), r"is tensor\(2\.5000\)"),
+        ("step", -1, "is -1"),
+        ("step", "2", "is '2'"),
+        ("step", None, "is None"),
+        ("step", torch.ones(2), r"is tensor\(\[1\., 1\.\]\)"),
+        (None, [1.0], "is a list: it is not of Adam"),
+    ],
+)
+def test_odd_values_in_a_state_are_named_and_nothing_is_written(
+    name: str | None, value: Any, said: str, models: tuple[nn.Module, nn.Module]
+) -> None:
+    optimizer = AdamW(models[0].parameters(), lr=0.01)
+    train(models[0], optimizer, range(2))
+    before, odd = optimizer.state_dict(), optimizer.state_dict()
+    for entry in odd["state"].values():
+        entry["exp_avg"] += 1
+    odd["state"][5] = value if name is None else {**odd["state"][5], name: value}
+    with pytest.raises(ValueError, match=rf"the saved {name or 'state'} of layers\.2\.bias {said}"):
+        optimizer.load_state_dict(odd)
+    same_state(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("step", [2, 2.0, torch.tensor(2), torch.tensor([2.0], dtype=torch.float64)])
+def test_a_step_may_be_held_by_anything(step: Any, models: tuple[nn.Module, nn.Module]) -> None:
+    optimizer = AdamW(models[0].parameters(), lr=0.01)
+    train(models[0], optimizer, range(2))
+    before = optimizer.state_dict()
+    optimizer.load_state_dict({**before, "state": {i: {**entry, "step": step} for i, entry in before["state"].items()}})
+    same_state(optimizer.state_dict(), before)
+
+
 def test_groups_of_older_versions_get_what_they_lack(models: tuple[nn.Module, nn.Module]) -> None:
     model, plain = models
     reference = torch.optim.AdamW(plain.parameters(), lr=0.02, foreach=False)
