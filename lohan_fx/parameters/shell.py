@@ -74,6 +74,7 @@ _INLINED = frozenset(_IN_PYTHON.split())
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ["to", "cpu", "cuda", "float", "double", "half", "bfloat16"]
 )
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -274,6 +275,12 @@ def _refuse(what: str, *args: Any, **kwargs: Any) -> Never:
         raise OffloadedParameterError(
             f"{what} was called on {names}, which went with its model: that was released, and has other parameters now, or was "
             "ended by lohan_fx.reset() or an interrupt, and must be built again"
+        )
+    if what in _HOOKS:
+        raise OffloadedParameterError(
+            f"{what} was called on {names}, which is offloaded: the gradient of {names} goes to the optimizer, past all "
+            f"hooks. Compiled with hold_gradients=True, lohan_fx.grad(model, {names!r}) reads it between backward and "
+            "optimizer.step(), parameter.grad *= factor scales it, and lohan_fx.clip_grad_norm_ clips it"
         )
     raise OffloadedParameterError(
         f"{what} was called on {names}, which is offloaded: its values are on NVMe, not in memory. Call the model, "

@@ -269,6 +269,10 @@ def test_the_message_names_what_was_called_and_on_what() -> None:
     assert outcomes()["read T"]["message"].startswith(f".T was called on {NAME}")
     assert outcomes()["edit data ="]["message"].startswith(f"assigning to .data was called on {NAME}")
     assert outcomes()["read parameters_to_vector"]["message"].startswith(f"view was called on {NAME}")
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        (said,) = [found["message"] for name, found in outcomes().items() if name.endswith(f" {hook}")]
+        assert said.startswith(f"{hook} was called on {NAME}, which is offloaded")
+        assert "hold_gradients=True" in said and f"lohan_fx.grad(model, '{NAME}')" in said
     assert outcomes()["read submodule"]["message"].startswith(f"linear was called on {NAME}, layers.0.bias")
 
 
