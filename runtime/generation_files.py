@@ -240,10 +240,13 @@ def _of_store(directory: Path, manifest: Manifest, newest: Manifest) -> Manifest
 
 
 def _check_identity(directory: Path, run: str, index: int) -> None:
-    found = identity_of(directory)
-    if found["run"] != run or found["index"] != index:
+    path = directory / CHECKPOINTS / IDENTITY
+    known = os.path.lexists(path)
+    found = identity_of(directory) if known else {}
+    if not known or found["run"] != run or found["index"] != index:
+        why = "" if known else f" (there is no {path})"
         raise StoreError(
-            f"{directory} is not directory {index} of the store that wrote the checkpoint: name the directories of that "
+            f"{directory} is not directory {index} of the store that wrote the checkpoint{why}: name the directories of that "
             "run, in its order"
         )
 

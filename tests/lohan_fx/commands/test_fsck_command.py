@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,6 +229,19 @@ def test_directories_in_another_order(
     assert said in capsys.readouterr().err
     with pytest.raises(StoreError, match=said):
         lohan_fx.compile(Tiny(), profile(), nvme=directories[::-1], resume_from_checkpoint=True)
+
+
+def test_a_directory_of_something_else_is_named(
+    checkpointed: tuple[list[Path], Weights], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directories, _ = checkpointed
+    other = tmp_path / "other"
+    other.mkdir()
+    said = rf"{other} is not directory 1 of the store .* \(there is no {other}/.*\): name the directories of that run"
+    assert main(arguments("fsck", [directories[0], other])) == 1
+    assert re.search(said, capsys.readouterr().err)
+    with pytest.raises(StoreError, match=said):
+        lohan_fx.compile(Tiny(), profile(), nvme=[directories[0], other], resume_from_checkpoint=True)
 
 
 def test_a_running_training_is_left_alone(
