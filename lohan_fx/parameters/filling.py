@@ -158,12 +158,17 @@ def _names(model: nn.Module, original: Original) -> list[str]:
 
 
 def _check_equal(first: StoredTensor, other: StoredTensor) -> None:
-    for (_, here), (_, there) in zip(first.pieces(), other.pieces(), strict=True):
-        if not torch.equal(here, there):
-            raise ValueError(
-                f"weights: {first.name} and {other.name} are one parameter in this model, and differ in the files: untie "
-                "them in the model, or leave one out of the files"
-            )
+    pieces = zip(first.pieces(), other.pieces(), strict=True)
+    if first.dtype is not other.dtype or not all(_are_equal(here, there) for (_, here), (_, there) in pieces):
+        raise ValueError(
+            f"weights: {first.name} and {other.name} are one parameter in this model, and differ in the files: untie them in "
+            "the model, or leave one out of the files"
+        )
+
+
+def _are_equal(here: torch.Tensor, there: torch.Tensor) -> bool:
+    """NaN is what NaN is."""
+    return bool(((here == there) | (here.isnan() & there.isnan())).all())
 
 
 def _buffers(model: nn.Module, *, persistent: bool = True) -> Iterator[tuple[str, torch.Tensor, nn.Module, str]]:
