@@ -28,8 +28,9 @@ Buffers = dict[tuple[nn.Module, str], torch.Tensor]
 _RESETS = ("reset_parameters", "_reset_parameters")
 _REMEDY = (
     "build the model in lohan_fx.build_on_disk(folder), which needs no more memory and gives the numbers of the CPU, or "
-    "pass initialize=function of a module, or weights=file"
+    "pass initialize=function of a module"
 )
+_NOT_SAVED = f"neither weights nor checkpoints hold it, since it is registered with persistent=False: {_REMEDY}"
 
 
 @dataclass(eq=False)
@@ -90,12 +91,15 @@ def initialized(
     Raises ``ValueError`` where a module does not say how, or leaves a number unset.
     """
     names = {module: name for name, module in model.named_modules()}
-    wanted = {m for m in model.modules() if _own(m, parameters=parameters, skip=skip, prefix=names[m])}
+    remedy = f"{_REMEDY}, or weights=file" if parameters else _NOT_SAVED
+    own = {m: _own(m, parameters=parameters, skip=skip, prefix=names[m]) for m in model.modules()}
+    wanted = {module for module, found in own.items() if found}
     if initialize is not None:
         draws = [_Draw(module, initialize, [module]) for module in model.modules() if module in wanted]
     else:
-        draws = [draw for draw in _construction(model) if _find_reach(draw, wanted)]
-    _check_all_set(model, wanted - {module for draw in draws for module in draw.reach}, names)
+        draws = [draw for draw in _construction(model) if _find_reach(draw, wanted, remedy)]
+    lost = wanted - {module for draw in draws for module in draw.reach}
+    _check_all_set({module: own[module][0] for module in lost}, remedy)
     touching: dict[nn.Module, list[_Draw]] = {}
     for draw in draws:
         for module in draw.reach:
@@ -113,10 +117,10 @@ def initialized(
                 earlier.execute_again()
             draw.execute()
             for (module, kind, name), place in made.items():
-                full = f"{names[module]}.{name}".strip(".")
+                full = _full(names[module], name)
                 if module not in finished or full in skip:
                     continue
-                _check_set(place, full)
+                _check_set(place, full, remedy)
                 if kind == "buffer":
                     buffers[module, name] = place.value
                 elif parameters and id(place.meta) not in done:
@@ -126,13 +130,13 @@ def initialized(
     return buffers
 
 
-def _find_reach(draw: _Draw, wanted: Collection[nn.Module]) -> bool:
+def _find_reach(draw: _Draw, wanted: Collection[nn.Module], remedy: str) -> bool:
     """Find which of ``wanted`` the draw sets, in it or below it (GPT-2's blocks set weights of their parts), by executing
     it on ``meta``, where nothing is drawn; whether it sets any."""
     own = [draw.module] if draw.module in wanted else []
     if own and not all(t.is_meta for t in _tensors(draw.module)):
         raise ValueError(
-            f"a {type(draw.module).__name__} is on the meta device in part, and setting it would overwrite the rest: {_REMEDY}"
+            f"a {type(draw.module).__name__} is on the meta device in part, and setting it would overwrite the rest: {remedy}"
         )
     if not all(t.is_meta for t in (*draw.module.parameters(), *draw.module.buffers())):
         draw.reach = own
@@ -150,14 +154,18 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _own(module: nn.Module, *, parameters: bool, skip: frozenset[str], prefix: str) -> bool:
-    """Whether ``module`` itself holds something on ``meta`` that is to be set."""
-    found = [p for p in module._parameters.values() if parameters and p is not None and p.is_meta]
+def _own(module: nn.Module, *, parameters: bool, skip: frozenset[str], prefix: str) -> list[str]:
+    """The names of what ``module`` itself holds on ``meta`` and is to be set."""
+    held = module._parameters.items() if parameters else ()
+    found = [_full(prefix, name) for name, parameter in held if parameter is not None and parameter.is_meta]
     for name, buffer in module._buffers.items():
-        full = f"{prefix}.{name}" if prefix else name
-        if buffer is not None and buffer.is_meta and full not in skip:
-            found.append(buffer)  # type: ignore[arg-type]
-    return bool(found)
+        if buffer is not None and buffer.is_meta and _full(prefix, name) not in skip:
+            found.append(_full(prefix, name))
+    return found
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _construction(model: nn.Module) -> Iterator[_Draw]:
@@ -196,12 +204,13 @@ def _construction(model: nn.Module) -> Iterator[_Draw]:
     yield from construct(model)
 
 
-def _check_all_set(model: nn.Module, lost: Collection[nn.Module], names: Mapping[nn.Module, str]) -> None:
+def _check_all_set(lost: Mapping[nn.Module, str], remedy: str) -> None:
+    """``lost``: modules that nothing sets, each with the name of what it holds on ``meta``."""
     if lost:
-        name = min(names[module] for module in lost)
+        module, name = min(lost.items(), key=lambda item: item[1])
         raise ValueError(
-            f"{name or 'the model'} (a {type(model.get_submodule(name)).__name__}) is on the meta device and has neither "
-            f"reset_parameters() nor a model around it with _init_weights(module): {_REMEDY}"
+            f"{name} (of a {type(module).__name__}) is on the meta device, and its module has neither reset_parameters() nor a "
+            f"model around it with _init_weights(module): {remedy}"
         )
 
 
@@ -238,7 +247,7 @@ def _nothing(dtype: torch.dtype) -> float | int:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
-def _check_set(place: _Place, name: str) -> None:
+def _check_set(place: _Place, name: str, remedy: str) -> None:
     value = place.value
     if not value.numel():
         return
@@ -252,5 +261,5 @@ def _check_set(place: _Place, name: str) -> None:
     if unset:
         raise ValueError(
             f"{name} is on the meta device, and its module's initialisation leaves {unset:,} of its {value.numel():,} "
-            f"numbers unset: {_REMEDY}"
+            f"numbers unset: {remedy}"
         )

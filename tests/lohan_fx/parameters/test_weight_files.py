@@ -112,6 +112,40 @@ def test_tied_weights_that_differ_in_the_files(nvme: Path, tmp_path: Path) -> No
         _compiled(llama(), nvme, tmp_path / "w.safetensors")
 
 
+def test_tied_weights_with_nan_at_the_same_places(nvme: Path, tmp_path: Path) -> None:
+    values = {name: value.clone() for name, value in llama().state_dict().items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        values[name][3, 5] = float("nan")
+    save_file(values, tmp_path / "w.safetensors")
+    model = _compiled(llama(), nvme, tmp_path / "w.safetensors")
+    assert lohan_fx.release(model).get_parameter("lm_head.weight").isnan().nonzero().tolist() == [[3, 5]]
+    values["lm_head.weight"][3, 6] = float("nan")
+    save_file(values, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="one parameter in this model, and differ in the files"):
+        _compiled(llama(), nvme, tmp_path / "w.safetensors")
+
+
+class Turned(nn.Module):
+    """Its buffer is made by the constructor, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("turn", torch.ones(16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.turn).square().mean()
+
+
+def test_a_buffer_on_meta_that_is_not_saved_needs_another_way(nvme: Path, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Turned())
+    save_file({f"0.{name}": value for name, value in Turned().state_dict().items()}, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=r"0\.turn .*persistent=False: build the model in .*initialize=") as refused:
+        _compiled(model, nvme, tmp_path / "w.safetensors")
+    assert "weights=" not in str(refused.value)
+
+
 def _damaged(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
