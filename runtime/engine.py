@@ -70,7 +70,9 @@ class Engine:
         self.updates = StepUpdates(self.slots, self.gradients, self.micro_batches)
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.resumed: Mapping[str, Any] | None = None
-        self.wear = Wear(lambda: store.bytes_written, self._still_to_write, self._checkpoint_bytes)
+        self.wear = Wear(
+            lambda: store.bytes_written, self._still_to_write, self._checkpoint_bytes, self._finish_updates
+        )
         self.resident_limit = ResidentLimit(None, lambda: None)
         self.workspace, self.room = Workspace(), Room()
         self._activation_slots: list[int] = []
@@ -267,6 +269,10 @@ class Engine:
     def _still_to_write(self) -> int:
         """Most bytes that the updates which ``step`` began may yet write."""
         return sum(self.states.written_by_update(slot) for slot in self.updates.pending())
+
+    def _finish_updates(self) -> None:
+        with self.one_call():
+            self.updates.finish_updates()
 
     def _checkpoint_bytes(self) -> int:
         """What a checkpoint would write of the states that are in memory."""

@@ -13,19 +13,22 @@ from lohan_fx.errors import WearBudgetExceeded
 
 class Wear:
     """``written_here`` tells what this process has written, ``to_come`` at most how much of the last step it has yet to
-    write, ``checkpoint_bytes`` what a checkpoint would write; ``max_bytes`` None: no budget."""
+    write, ``settle`` waits until that is written, ``checkpoint_bytes`` what a checkpoint would write; ``max_bytes`` None: no
+    budget."""
 
     def __init__(
         self,
         written_here: Callable[[], int],
         to_come: Callable[[], int] = lambda: 0,
         checkpoint_bytes: Callable[[], int] = lambda: 0,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.max_bytes: int | None = None
         self.earlier_bytes = 0
         self._written_here = written_here
         self._to_come = to_come
         self._checkpoint_bytes = checkpoint_bytes
+        self._settle = settle
         self._step_bytes = 0
         self._step_began_at: int | None = None
 
@@ -66,8 +69,10 @@ class Wear:
         """Whether the next step, and so many ``checkpoints``, would write more than there may be."""
         if self.max_bytes is None:
             return False
-        reserved_bytes = checkpoints * self._checkpoint_bytes()
-        return self._to_come() + self.written_bytes + self._step_bytes + reserved_bytes > self.max_bytes
+        rest_bytes = self.max_bytes - self._step_bytes - checkpoints * self._checkpoint_bytes()
+        if self._to_come() + self.written_bytes > rest_bytes and self._to_come():
+            self._settle()  # an update of which half is written counts as written and, whole, as yet to be
+        return self._to_come() + self.written_bytes > rest_bytes
 
     def exceeded(self, outcome: str, checkpoint: int | None = None) -> WearBudgetExceeded:
         """What to raise; ``outcome`` says what has become of the training."""

@@ -150,6 +150,27 @@ def test_steps_that_are_skipped_count_each_for_itself(nvme: Path) -> None:
             model(batch(4))
 
 
+def test_an_update_that_is_half_written_does_not_count_twice(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had ended trainings too early, some from within a forward and without a checkpoint."""
+    model, optimizer = begin(nvme, hold_gradients=True, max_bytes_written="1GB")
+    with lohan_fx.releasing(model):
+        step(model, optimizer, 0)
+        engine = compiled(model).engine
+        engine.before_reading()
+        # From here on as if all of that step's updates were written, and none in place until somebody waits for it.
+        on_their_way = list(engine.slots)
+        monkeypatch.setattr(engine.updates, "pending", lambda: on_their_way)
+        monkeypatch.setattr(engine.updates, "finish_updates", lambda: on_their_way.clear())
+        engine.wear.max_bytes = engine.wear.written_bytes + engine.wear.step_bytes
+        model(batch(1))
+        assert not on_their_way
+        monkeypatch.undo()
+        optimizer.zero_grad()
+        engine.wear.max_bytes -= 1
+        with pytest.raises(WearBudgetExceeded, match="nothing was written"):
+            model(batch(1))
+
+
 def test_a_step_begins_only_if_a_checkpoint_can_follow_it(nvme: Path) -> None:
     """Of states in memory, which a checkpoint writes and a step does not: a resume with the same budget is refused."""
     model, optimizer = begin(nvme, "lohan")
