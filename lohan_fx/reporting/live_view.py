@@ -63,7 +63,9 @@ class LiveView:
         done = len(self._seconds)
         step_s = statistics.median(self._seconds[-RECENT:])
         left = round((self._steps - done) * step_s)
-        said = {"predicted": report.predicted, "corrected": report.corrected}
+        # Predictions are of one forward and backward, as stages are measured only where the step had no more.
+        comparable = report.stages is not None
+        said = {"predicted": report.predicted, "corrected": report.corrected} if comparable else {}
         expected = ", ".join(f"{name} {found.step_s:.2f}" for name, found in said.items() if found is not None)
         parts = [
             f"step {done}/{self._steps}",

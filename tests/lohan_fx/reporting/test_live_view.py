@@ -79,6 +79,7 @@ def test_steps_whose_stages_are_not_measured_show_what_lanes_took() -> None:
     report = dataclasses.replace(REPORT, stages=None)
     assert stages_table(report) == []
     assert in_short(report) == "measured s: compute 1.63, ssd 2.04"
+    assert "predicted" not in shown(report, terminal=False), "that is of one backward, and the step may have had more"
 
 
 def test_a_plan_without_a_prediction_is_shown_as_measured() -> None:
