@@ -62,7 +62,7 @@ class LiveView:
     def _line(self, loss: float, report: StepReport) -> str:
         done = len(self._seconds)
         step_s = statistics.median(self._seconds[-RECENT:])
-        left = round((self._steps - done) * step_s)
+        left = round(max(0, self._steps - done) * step_s)
         # Predictions are of one forward and backward, as stages are measured only where the step had no more.
         comparable = report.stages is not None
         said = {"predicted": report.predicted, "corrected": report.corrected} if comparable else {}

@@ -82,6 +82,14 @@ def test_steps_whose_stages_are_not_measured_show_what_lanes_took() -> None:
     assert "predicted" not in shown(report, terminal=False), "that is of one backward, and the step may have had more"
 
 
+def test_more_steps_than_were_told_leave_no_time() -> None:
+    file = io.StringIO()
+    with LiveView(1, console=Console(file=file, force_terminal=False)) as live:
+        live.show(3.5, REPORT)
+        live.show(3.5, REPORT)
+    assert [line.split("  ")[3] for line in file.getvalue().splitlines()] == ["ETA 0:00", "ETA 0:00"]
+
+
 def test_a_plan_without_a_prediction_is_shown_as_measured() -> None:
     report = dataclasses.replace(REPORT, predicted=None)
     assert "predicted" not in shown(report, terminal=False)
