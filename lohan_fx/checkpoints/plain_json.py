@@ -18,7 +18,8 @@ import torch
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+                  torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64,
+                  torch.complex128)
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def _encoded(value: object, what: str) -> Any:
         case int() | float():
             # Subclasses (enums, numpy's float64) would come back as something else than they look like.
             return float(value) if isinstance(value, float) else int(value)
-        case np.generic():
+        case np.generic() if not isinstance(value.item(), np.generic):  # as of longdouble, of which Python has none
             return _encoded(value.item(), what)
         case list():
             return [_encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]
@@ -46,8 +47,12 @@ def _encoded(value: object, what: str) -> Any:
             return {"@tuple": [_encoded(item, f"{what}[{index}]") for index, item in enumerate(value)]}
         case Mapping():
             return _encoded_dict(value, what)
-        case torch.Tensor() | np.ndarray():
-            return {"@tensor": encoded_tensor(torch.as_tensor(value), what)}
+        case np.ndarray() if value.dtype.name in DTYPES:
+            # A copy: torch takes no negative strides, nor bytes of the other order.
+            value = np.array(value, dtype=value.dtype.newbyteorder("="))
+            return {"@tensor": encoded_tensor(torch.from_numpy(value), what)}
+        case torch.Tensor():
+            return {"@tensor": encoded_tensor(value, what)}
     raise TypeError(
         f"{what} is a {type(value).__name__}: a checkpoint holds numbers, text, booleans, None, and lists, tuples, dicts "
         "and tensors of them; keep anything else in a file of your own"
@@ -64,8 +69,11 @@ def _encoded_dict(value: Mapping[Any, Any], what: str) -> dict[str, Any]:
 def encoded_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
     """Dtype, shape, and the bytes as base64."""
     name = str(value.dtype).removeprefix("torch.")
-    if name not in DTYPES or value.layout != torch.strided:
-        raise TypeError(f"{what} is a tensor of {value.dtype}, {value.layout}: a checkpoint holds dense ones")
+    if name not in DTYPES or value.layout != torch.strided or value.is_meta:
+        raise TypeError(
+            f"{what} is a tensor of {value.dtype}, {value.layout}, on {value.device}: a checkpoint holds dense ones, in memory, "
+            f"of {', '.join(DTYPES)}"
+        )
     flat = value.detach().to("cpu").contiguous().reshape(-1)
     return {
         "dtype": name,

@@ -28,7 +28,8 @@ from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.stored_extents import StoredExtents
 
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
-               "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}  # fmt: skip
+               "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
+               "uint64": "U64", "bool": "BOOL", "complex64": "C64"}  # fmt: skip
 Add = Callable[..., argparse.ArgumentParser]
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -51,6 +52,38 @@ def test_tensors_come_back_bit_by_bit(dtype: torch.dtype) -> None:
         value = torch.randn(shape).to(dtype)
         again = decoded(json.loads(json.dumps(encoded(value, "it"))))
         assert again.dtype is dtype and torch.equal(again, value)
+
+
+def test_the_state_of_numpys_generator_comes_back() -> None:
+    expected = np.random.RandomState(5)
+    again = np.random.RandomState(6)
+    again.set_state(decoded(json.loads(json.dumps(encoded(expected.get_state(), "it")))))
+    assert again.random() == expected.random()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(4)[::-1], np.arange(4, dtype=">i4"), np.arange(4, dtype=np.uint16), np.ones((), np.float32)],
+)
+def test_arrays_of_any_order_are_held(array: Any) -> None:
+    again = decoded(json.loads(json.dumps(encoded(array, "it"))))
+    assert again.shape == array.shape and again.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (np.array(["a"]), "a ndarray"),
+        (np.array([None]), "a ndarray"),
+        (np.longdouble(2), "a longdouble"),
+        (np.ones(2, np.longdouble), "a ndarray"),
+        (torch.empty(2, device="meta"), "on meta"),
+        (torch.zeros(2).to(torch.float8_e5m2), "a tensor of torch.float8_e5m2"),
+    ],
+)
+def test_what_is_not_held_is_named(value: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"extra\.a\[0\] is .*{kind.removeprefix('a ')}.*: a checkpoint holds"):
+        encoded({"a": [value]}, "extra")
 
 
 @given(value=strange)
