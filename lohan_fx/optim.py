@@ -377,9 +377,8 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: 
 
 def _check_entry(entry: dict[str, Any] | None, shell: Shell) -> None:
     """Before anything is written: is this the Adam state of a parameter like ``shell``?"""
-    if (
-        entry is None or entry == {}
-    ):  # torch leaves an empty one where somebody has looked for a state before there was any
+    # torch leaves an empty one where somebody has looked for a state before there was any.
+    if entry is None or entry == {}:
         return
     if not isinstance(entry, Mapping):
         raise ValueError(f"the saved state of {shell.parameter_name} is a {type(entry).__name__}: it is not of Adam")
@@ -395,9 +394,8 @@ def _check_entry(entry: dict[str, Any] | None, shell: Shell) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         value = entry[name]
         if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-            found = (
-                f"on {value.device}, {value.layout}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            )
+            kind = type(value).__name__
+            found = f"on {value.device}, {value.layout}" if isinstance(value, torch.Tensor) else f"a {kind}"
             raise ValueError(
                 f"the saved {name} of {shell.parameter_name} is {found}: expected a dense tensor in memory"
             )
