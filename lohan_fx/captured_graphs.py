@@ -33,6 +33,14 @@ class CapturedGraphs:
         """Which of ``halves`` train."""
         return [index for index, halves in enumerate(self.halves) if halves.backward is not None]
 
+    def main(self) -> int | None:
+        """Which one stands for the model where none is named: the last that trains, or the last if none does; one of the whole
+        model, or, where only parts of it were called (docs/0046), of a part. None before the first."""
+        halves = self.halves
+        return max(
+            range(len(halves)), key=lambda i: (halves[i].backward is not None, not halves[i].module, i), default=None
+        )
+
     def forget_training(self, before: int | None = None) -> None:
         """All graphs that train, or those of them that were there before there were so many."""
         for index in reversed([index for index in self.training() if before is None or index < before]):

@@ -432,6 +432,10 @@ class CompiledModel:
         self._graphs.add(halves, plan)
         self._untidy_calls = 2
 
+    def main_graph(self) -> int | None:
+        """Which of ``halves`` stands for the model where none is named (``CapturedGraphs.main``)."""
+        return self._graphs.main()
+
     def training_graphs(self) -> list[int]:
         """Which of ``halves`` train."""
         return self._graphs.training()

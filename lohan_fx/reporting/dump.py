@@ -14,6 +14,7 @@ from torch import nn
 
 from lohan_fx import meta
 from lohan_fx.compile import compiled
+from lohan_fx.compiled_model import CompiledModel
 from lohan_fx.passes.halves import Halves
 from lohan_fx.plan import Plan
 from lohan_fx.reporting.fold import Group, fold, relative_name
@@ -54,23 +55,25 @@ def dump(
         return json.dumps(data, indent=2) if format == "json" else _cut([plan_table(model_or_plan)], width)
     if not isinstance(model_or_plan, nn.Module):
         raise TypeError(f"dump() takes a compiled model or a Plan; got {type(model_or_plan).__name__}")
-    plans, halves = compiled(model_or_plan).plans, compiled(model_or_plan).halves
-    shown = _shown(halves, graph)
+    found = compiled(model_or_plan)
+    plans, halves = found.plans, found.halves
+    shown = _shown(found, graph)
     if format == "json":
         return json.dumps(_data(plans[shown], halves, shown, unfold=unfold), indent=2)
-    checkpoints = compiled(model_or_plan).engine.store.keeps
+    checkpoints = found.engine.store.keeps
     return _cut(_text(plans[shown], halves, shown, checkpoints, unfold=unfold), width)
 
 
-def _shown(halves: Sequence[Halves], graph: int | None) -> int:
+def _shown(found: CompiledModel, graph: int | None) -> int:
     """Which of the captured graphs to show."""
-    if not halves:
+    main, count = found.main_graph(), len(found.halves)
+    if main is None:
         raise ValueError("nothing has been captured yet: call the model, or lohan_fx.prepare(model, ...), before dump")
     if graph is not None:
-        if not 0 <= graph < len(halves):
-            raise ValueError(f"graph is {graph}: {len(halves)} were captured, expected 0 to {len(halves) - 1}")
+        if not 0 <= graph < count:
+            raise ValueError(f"graph is {graph}: {count} were captured, expected 0 to {count - 1}")
         return graph
-    return max(range(len(halves)), key=lambda i: (halves[i].backward is not None, not halves[i].module, i))
+    return main
 
 
 def _inputs(halves: Halves) -> list[str]:

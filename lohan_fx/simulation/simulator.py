@@ -37,8 +37,8 @@ def simulate(
     fused_adam: bool | None = None,
     steps: int = 1,
 ) -> Simulation:
-    """Simulate a training step of a compiled ``model`` by its last graphs, plan and profile; or of ``Halves`` by
-    ``plan`` on ``hw``. Of inference graphs, which have no backward, the forward.
+    """Simulate a training step of a compiled ``model`` by the graphs that ``dump`` shows, their plan and the profile; or of
+    ``Halves`` by ``plan`` on ``hw``. Of inference graphs, which have no backward, the forward.
 
     ``node_seconds``: seconds of a node from its ``Cost``; None: as the planner takes them, by the rates of ``hw``, or else by
     those that the first steps of a compiled model have corrected.
@@ -53,10 +53,11 @@ def simulate(
         halves, fused = model, True
     else:
         found = compiled(model)
-        if not found.plans:
+        main = found.main_graph()
+        if main is None:
             raise ValueError("this model has no graphs yet: call it once, or lohan_fx.prepare(model, ...) first")
-        halves = found.halves[-1]
-        plan = found.plans[-1] if plan is None else plan
+        halves = found.halves[main]
+        plan = found.plans[main] if plan is None else plan
         if hw is None:
             known = found.request()
             hw, node_seconds = known.hw, node_seconds or request.node_seconds(known)

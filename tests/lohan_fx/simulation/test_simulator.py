@@ -426,6 +426,9 @@ def test_a_compiled_model_brings_its_plan(tmp_path: Path) -> None:
         step = simulate(model)
         assert step.nvme_read_bytes > 0 and step.step_s > 0
         assert simulate(model, hw=dataclasses.replace(profile, nvme=(drive(5e8, 5e8),))).step_s > step.step_s
+        with torch.no_grad():
+            model(tiny.batch().bfloat16())
+        assert simulate(model) == step, "an evaluation is no training step"
 
 
 def test_a_compiled_model_is_simulated_by_what_its_steps_have_corrected(
