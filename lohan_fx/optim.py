@@ -201,7 +201,8 @@ class Adam(torch.optim.Optimizer):
                     f"{where} changed between backward and step ({used} was used, now {then}): the "
                     "update ran inside the backward; change hyper-parameters and groups after step()"
                 )
-        if late := [self._engine.slots[slot].name for slot in self._engine.updates.dropped if slot in self._groups()]:
+        dropped = sorted(self._engine.updates.dropped)
+        if late := [self._engine.slots[slot].name for slot in dropped if slot in self._groups()]:
             raise StepError(
                 f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''} came into a param group between backward and step, and "
                 "had a gradient before, which was not kept: take it out again until after step(), and add groups after step()"

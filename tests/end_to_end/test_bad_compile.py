@@ -715,7 +715,7 @@ def compiled_by_torch() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (meta_model, ("the model (a Tiny)", "meta", "build_on_disk", "initialize=", "weights=")),
+        (meta_model, ("scale (of a Tiny)", "meta", "build_on_disk", "initialize=", "weights=")),
         (partly_on_meta, ("a Linear is on the meta device in part", "build_on_disk")),
         (lambda: Tiny().double(), ("layers.0.weight", "torch.float64", "make it", "float32")),
         (lambda: Tiny().to(torch.complex64), ("layers.0.weight", "torch.complex64")),
