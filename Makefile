@@ -28,8 +28,8 @@ wheel-check: $(INSTALLED)
 	tests/wheel_check.sh $(BIN)/python
 
 # torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes: without a GPU,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU. pip would compile
-# what it installs on one core; some files are templates, which cannot be compiled.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
+# pip would compile what it installs on one core; some files are templates, which cannot be compiled.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0 setuptools

@@ -29,12 +29,12 @@ def own_gradients(joint: GraphModule, num_outputs: int) -> None:
 
 
 def _owned(joint: GraphModule, gradient: object) -> object:
-    value = meta.tensor(gradient) if isinstance(gradient, Node) else None
-    if not isinstance(gradient, Node) or value is None:
+    if not isinstance(gradient, Node):
         return gradient
-    storage = storage_of(gradient)
+    storage, value = storage_of(gradient), meta.tensor(gradient)
     if storage.op != "placeholder" or is_tangent(storage):
         return gradient
+    assert value is not None, f"{gradient.name}, a gradient, is not a tensor"
     clone = torch.ops.aten.clone.default
     with joint.graph.inserting_before(joint.graph.output_node()):
         node = joint.graph.create_node("call_function", clone, (gradient,), name=f"own_{gradient.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,18 @@ def _compile(
     return lohan_fx.compile(model, hw, nvme=nvme, compute_dtype=dtype, policy=policy, host_memory="2GiB")
 
 
+def _assert_exact(make: Callable[[], nn.Module], use: Use, hw: HardwareProfile, nvme: Path, policy: str) -> None:
+    torch.manual_seed(0)
+    expected = make()
+    model = copy.deepcopy(expected)
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, nvme, policy)):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 class Gated(nn.Module):
     """Reads both halves of a value, by ops whose schema hides that they are its storage."""
 
@@ -268,29 +281,13 @@ class Returning(nn.Module):
 @pytest.mark.parametrize("kind", ["values", "views", "same"])
 @pytest.mark.parametrize("use", [losses_outside, gradients_of_inputs])
 def test_gradients_that_the_backward_did_not_make(kind: str, use: Use, hw: HardwareProfile, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    expected = Returning(kind)
-    model = copy.deepcopy(expected)
-    torch.manual_seed(1)
-    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
-    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
-        torch.manual_seed(1)
-        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
-    assert_same_weights(weights_of(model), weights_of(expected))
+    _assert_exact(functools.partial(Returning, kind), use, hw, tmp_path, "swap-nvme")
 
 
 @pytest.mark.parametrize("kind", [Inverting, Checked])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ops_with_effects(policy: str, kind: type[nn.Module], hw: HardwareProfile, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    expected = kind()
-    model = copy.deepcopy(expected)
-    torch.manual_seed(1)
-    wanted = losses_outside(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
-    with lohan_fx.releasing(_compile(model, hw, tmp_path, policy)):
-        torch.manual_seed(1)
-        assert losses_outside(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
-    assert_same_weights(weights_of(model), weights_of(expected))
+    _assert_exact(kind, losses_outside, hw, tmp_path, policy)
 
 
 def test_a_failed_assertion_of_the_model_is_raised_and_training_goes_on(hw: HardwareProfile, tmp_path: Path) -> None:
