@@ -197,8 +197,13 @@ def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
 
     found: dict[int, Row] = {}
     batch, best = 1, 0.0
-    while batch <= MOST_BATCHES:
+    try:
         found[batch] = row(batch)
+    except Exception as error:  # BatchNorm trains on no single sample; whatever else is wrong is wrong with two, too
+        found[batch] = Row(str(batch), None, str(error).splitlines()[0], is_bad_input=True)
+        batch = 2
+    while batch <= MOST_BATCHES:
+        found[batch] = found.get(batch) or row(batch)
         rate = _rate(found[batch])
         if rate <= best * GAIN:
             break

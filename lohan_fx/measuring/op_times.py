@@ -34,6 +34,9 @@ ROUND_S = 1.0
 """Of each round after the first, divided by what the ops add to the graph."""
 MOST_RUNS = 9
 """Of an op in a round."""
+WORTH_STEPS = 12
+"""Times the graph's own seconds that all rounds after the first may take, but for one run of each op in each: of a small model's
+op most of a run is what makes its inputs cold, and nobody wants to wait longer for a prediction than for what it says."""
 LONG_S = 0.5
 """A run of so many seconds is no single moment: one after the first is enough. Without kernels for a dtype it may take many."""
 NEGLIGIBLE = 0.002
@@ -76,16 +79,22 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
         return found
 
     found: dict[Signature, list[float]] = {}
+    run_s: dict[Signature, float] = {}  # with what comes before each
     for signature, nodes in alike.items():
+        began_s = time.perf_counter()
         with suppress(Exception):  # whatever its kernel, or one of a package of the user's, raises for such values
             found[signature] = runs_s(nodes[0], 1 + FIRST_RUNS)[1:]  # the very first run of an op warms it up
+            run_s[signature] = (time.perf_counter() - began_s) / (1 + FIRST_RUNS)
     adds_s = {signature: len(alike[signature]) * statistics.fmean(seconds) for signature, seconds in found.items()}
     total_s = sum(adds_s.values())
+    again = [signature for signature in found if adds_s[signature] > NEGLIGIBLE * total_s]
+    affordable = int(WORTH_STEPS * total_s / max(1e-9, (ROUNDS - 1) * sum(run_s[signature] for signature in again)))
+    most = max(1, min(MOST_RUNS, affordable))
     for _ in range(ROUNDS - 1):
-        for signature, seconds in found.items():
-            if adds_s[signature] > NEGLIGIBLE * total_s and seconds[-1] <= LONG_S:
+        for signature in again:
+            if found[signature][-1] <= LONG_S:
                 runs = round(ROUND_S * len(alike[signature]) / total_s)
-                seconds += runs_s(alike[signature][0], min(max(runs, 1), MOST_RUNS))
+                found[signature] += runs_s(alike[signature][0], min(max(runs, 1), most))
     return {signature: _mean_s(found[signature]) if signature in found else None for signature in alike}
 
 

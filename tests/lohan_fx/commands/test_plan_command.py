@@ -72,6 +72,13 @@ def raises(batch=1):
 
 def fussy(batch=1):
     return stack(batch) if batch < 2 else deeper()
+
+def normalised(batch=1):
+    return nn.Sequential(Stack().layers[0], nn.BatchNorm1d(64), Mean()), {"input": torch.zeros(batch, 64)}
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
 """
 
 LLAMA = """
@@ -766,6 +773,16 @@ def test_a_function_may_take_anything_and_print(functions: str, capfd: pytest.Ca
 def test_the_best_batch_of_a_function_that_takes_none(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:needs", "--best-batch") == 1
     assert "leave --batch out" in one_line(capsys)
+
+
+def test_the_best_batch_of_a_model_that_takes_no_single_sample(
+    functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--best-batch", "--device-memory", "2MiB", "--no-simulation", "--compute-dtype", "float32")
+    found = answered(capsys, f"{functions}:normalised", *asked)
+    rows = {row["case"]: row for row in found["rows"]}
+    assert not rows["1"]["fits"] and rows["1"]["why_not"]
+    assert int(found["best"]) > 1 and rows[found["best"]]["fits"]
 
 
 def test_a_table_as_wide_as_the_terminal(

@@ -92,6 +92,29 @@ def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch
     assert len(list(took[large])) == 8 - 2 * 2  # two rounds of four seconds each
 
 
+@pytest.mark.parametrize(("op_s", "runs"), [(1e-6, 1), (2e-2, op_times.MOST_RUNS)])
+def test_a_small_graph_is_not_timed_for_many_of_its_steps(
+    op_s: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What touching other bytes takes before each run counts: of a small op it is nearly all."""
+    now_s = 0.0
+    runs_of: dict[str, int] = {}
+
+    def timed(node: torch.fx.Node, device: torch.device) -> float:
+        nonlocal now_s
+        now_s += op_s + 1e-2
+        runs_of[node.name] = runs_of.get(node.name, 0) + 1
+        return op_s
+
+    monkeypatch.setattr(op_times.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(op_times, "_runner", lambda node, device: node)
+    monkeypatch.setattr(op_times, "timed", timed)
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "y")]
+    op_times._in_rounds({(node.name,): [node] * 40 for node in nodes}, CPU)
+    assert runs_of == {node.name: 1 + op_times.FIRST_RUNS + (op_times.ROUNDS - 1) * runs for node in nodes}
+
+
 def test_an_op_that_takes_long_is_run_once_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_times, "FIRST_RUNS", 3)
     node = torch.fx.Graph().placeholder("x")
