@@ -146,7 +146,7 @@ def _fetches(
     node_seconds: Callable[[Cost], float],
     drives_s: Callable[[int, int], float] | None,
 ) -> Bound:
-    """What bounds the fetches of the forward. ``next_``: what is updated beside it; ``fetched_nvme_bytes``: of what is not."""
+    """What bounds the fetches of the forward. ``next_``: what is updated beside it; ``fetched_nvme_bytes``: of all fetches."""
     last = Bound(
         ends.last_fetch_s,
         fetched_nvme_bytes + states_read_bytes(next_) + held_nvme_bytes(next_),

@@ -41,7 +41,6 @@ def _keep_from_forks(region: mmap.mmap) -> None:
     addresses it must have, or it maps something else there, which goes when its copy of ``region`` is collected."""
     try:
         region.madvise(_WIPE_ON_FORK)
-    except (
-        OSError
-    ):  # a kernel before 4.14, or a sandbox: data that is safe in the parent comes before addresses in the child
+    except OSError:
+        # A kernel before 4.14, or a sandbox: data that is safe in the parent comes before addresses in the child.
         region.madvise(mmap.MADV_DONTFORK)
