@@ -12,6 +12,7 @@ after the other, whichever threads do.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -45,6 +46,8 @@ from lohan_fx.runtime.workspace import Workspace
 
 OPTIMIZER_STATES = "optimizer states"
 """What ``restored`` calls the moments of all parameters."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -114,9 +117,10 @@ class Engine:
         ``brought_bytes``: the most that lives at once of what drives bring, or what returns to host memory. ``trains``: there
         is a backward among them, whose gradients wait where the plan says.
 
-        The first plan fixes the staging buffers, and the first that swaps to host memory how much there is for that; a later one
-        (another input shape) only adds places. Raises ``StepError`` where updates of a step that is half done may be on their way
-        to what is moved here.
+        The first plan fixes the staging buffers, and the first that swaps to host memory how much there is for that, since it
+        stays resident while the graphs of each plan run. A later one (another input shape) only adds places; what it swaps there
+        beyond that goes to the drives, which is logged, and counts as wear. Raises ``StepError`` where updates of a step that is
+        half done may be on their way to what is moved here.
         """
         self._refuse_if_inherited()
         self.micro_batches.forward_begins()
@@ -130,15 +134,28 @@ class Engine:
             self._optimizer.narrow(plan.windows.gradient_bytes)
         if any(isinstance(a.decision, Swap) for a in plan.activations):
             self._swap.leaving.narrow(plan.windows.swap_out_bytes)
-        if not self._arena.provided and (arena_bytes := _arena_bytes(plan)):
-            self._arena.provide(self._machine.reserve_activations(arena_bytes))
+        to_drives_bytes = self._provide_arena(self._machine, _arena_bytes(plan))
         self._swap.prepare(plan.forwards * list(swap_sizes_bytes))
         self.updates.finish_updates()
         self.states.apply_homes(plan, self.device)
         if trains:
             self.gradients.apply_plan(plan, self.device)
         if plan.prediction is not None:
-            self.wear.expect(plan.prediction.nvme_write_bytes)
+            self.wear.expect(plan.prediction.nvme_write_bytes + to_drives_bytes)
+
+    def _provide_arena(self, machine: Machine, nbytes: int) -> int:
+        """Have host memory for ``nbytes`` of activations, unless there is some already; how many have no place in it."""
+        if nbytes and not self._arena.nbytes:
+            self._arena.provide(machine.reserve_activations(nbytes))
+        lacking_bytes = max(0, nbytes - self._arena.nbytes)
+        if lacking_bytes:
+            _LOG.warning(
+                "this plan swaps %d bytes to host memory, which has room for the %d of an earlier one: up to %d go to "
+                "the drives in each step, which no prediction counts; lohan_fx.prepare(model, ...) the largest inputs "
+                "first, or say compile(forwards=...)",
+                nbytes, self._arena.nbytes, lacking_bytes,
+            )  # fmt: skip
+        return lacking_bytes
 
     def _set_up(self, plan: Plan) -> Machine:
         windows = plan.windows

@@ -39,8 +39,8 @@ class HostArena:
         self._holes: list[tuple[int, int]] = [] if self._memory is None else [(0, self._memory.numel())]
 
     @property
-    def provided(self) -> bool:
-        return self._memory is not None
+    def nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
 
     def provide(self, memory: torch.Tensor) -> None:
         """``memory``, uint8, is what places are in. Only for an arena of nothing."""
