@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from lohan_fx import ops, process_memory
 from lohan_fx.buffered import linked
+from lohan_fx.decompositions import DECOMPOSITIONS
 from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.parameters.reached import Sources, noting_undefined, sources_of
 from lohan_fx.parameters.shell import Shell
@@ -150,6 +151,7 @@ def backend_for(model: Linked, module: str) -> Callable[[GraphModule, list[torch
             bw_compiler=lambda *_: lowered[0],
             inference_compiler=inference,
             partition_fn=training,
+            decompositions=DECOMPOSITIONS,
         )(gm, example_inputs)
         return noting_undefined(graph, sources)
 

@@ -338,6 +338,24 @@ def test_arithmetic_with_parameters(policy: str, hw: HardwareProfile, tmp_path: 
     assert_same_weights(weights_of(model), weights_of(expected))
 
 
+class Crossing(nn.Module):
+    """A dropout between two layers of which the second reads across the rows, so that its gradient comes transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.across, self.dropout = nn.Linear(24, 8), nn.Linear(4, 4), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.dropout(self.up(x[None].repeat(2, 1, 1)))
+        output = self.across(hidden.transpose(1, 2))
+        return output, output
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_dropout_whose_gradient_is_transposed(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    _assert_exact(Crossing, losses_outside, hw, tmp_path, policy)
+
+
 class Registers(nn.Module):
     """With none of the tokens that it could learn: a parameter without elements."""
 
