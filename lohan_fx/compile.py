@@ -14,6 +14,7 @@ from lohan_fx.compile_arguments import (
     check_arguments,
     check_largest,
     wake,
+    warn_if_laid_out_anew,
     warn_if_more_than_there_is,
     warn_if_not_measured_here_and_now,
     warn_if_slow,
@@ -122,6 +123,7 @@ def compile(
     warn_if_not_measured_here_and_now(hw)
     warn_if_slow(hw, compute_dtype)
     warn_if_more_than_there_is(hw, host)
+    warn_if_laid_out_anew(model)
     segments = inductor.mode_for(segments, hw.device, host or default_host_memory_bytes(hw))
     wake(hw, compute_dtype)
     before = process_memory.now()

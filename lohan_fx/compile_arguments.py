@@ -185,6 +185,18 @@ def warn_if_more_than_there_is(hw: HardwareProfile, host_memory_bytes: int | Non
         )
 
 
+def warn_if_laid_out_anew(model: nn.Module) -> None:
+    """Whom it concerns is the caller of ``compile``."""
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
+    if names:
+        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        warnings.warn(
+            f"not contiguous (transposed, or channels_last), and contiguous from here on: {which}. Kernels may be others than in "
+            "eager, and the last bits of what they compute. Inputs in channels_last keep convolutions in it",
+            stacklevel=3,
+        )
+
+
 def wake(hw: HardwareProfile, compute_dtype: torch.dtype) -> None:
     """What a process's first work on a GPU brings into its RAM (the context, the libraries of matmuls and of attention) is there
     before it is counted: it is none of what a plan promises."""

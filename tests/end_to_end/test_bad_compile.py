@@ -812,6 +812,17 @@ def test_a_profile_that_was_measured_otherwise_is_warned_of(nvme: Path) -> None:
     lohan_fx.release(model)
 
 
+def test_a_parameter_that_is_not_contiguous_is_warned_of(nvme: Path) -> None:
+    model = Tiny()
+    for layer in model.layers[1:]:
+        layer.weight = nn.Parameter(layer.weight.detach().t())
+    with pytest.warns(UserWarning, match=r"contiguous from here on: layers\.1\.weight and 1 more\.") as warned:
+        streamed(model, nvme)
+    assert [warning.filename for warning in warned] == [__file__]
+    lohan_fx.release(model)
+    assert all(layer.weight.is_contiguous() for layer in model.layers)
+
+
 def test_a_dtype_without_kernels_is_warned_of(nvme: Path) -> None:
     slow = profile(matmul_flops_per_s={"float32": 1.2e11, "bfloat16": 1.3e9})
     with pytest.warns(UserWarning, match=r"bfloat16 run at 1\.3 GFLOP/s on .*compute_dtype=torch\.float32") as warned:
