@@ -356,8 +356,7 @@ class CompiledModel:
             return original(*args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
-        with self.engine.one_call():
-            self.engine.updates.drop()
+        self.engine.drop_gradients()
         original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------

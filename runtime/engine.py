@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,11 @@ class Engine:
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.resumed: Mapping[str, Any] | None = None
         self.wear = Wear(
-            lambda: store.bytes_written, self._still_to_write, self._checkpoint_bytes, self._finish_updates
+            lambda: store.bytes_written,
+            self._still_to_write,
+            self._checkpoint_bytes,
+            self._finish_updates,
+            scratch_here=lambda: store.scratch_bytes_written,
         )
         self.resident_limit = ResidentLimit(None, lambda: None)
         self.workspace, self.room = Workspace(), Room()
@@ -226,7 +230,7 @@ class Engine:
         self._refuse_if_inherited()
         self.micro_batches.forward_begins()
         if training:
-            self.wear.step_begins()
+            self.wear.step_begins(self.updates.step, goes_on=self.micro_batches.backwards > 0)
             self.on_stage("forward")
             self.updates.forward_begins()
         try:
@@ -272,7 +276,7 @@ class Engine:
                 return ()
             self.on_stage("optimizer")
             updated = self.updates.finish_step(counted)
-            self.wear.step_ends()
+            self.wear.step_ends(self._written_by_updates(updated))
             self.on_stage("end")
             return updated
 
@@ -280,12 +284,17 @@ class Engine:
         """``zero_grad``: forget the gradients that are held, which ends a step that is skipped. Raises ``StepError`` where they
         have been applied already."""
         with self.one_call():
+            held = self.updates.holds_any()
             self.updates.drop()
-            self.wear.step_ends()
+            if held:
+                self.wear.step_ends()
 
     def _still_to_write(self) -> int:
         """Most bytes that the updates which ``step`` began may yet write."""
-        return sum(self.states.written_by_update(slot) for slot in self.updates.pending())
+        return self._written_by_updates(self.updates.pending())
+
+    def _written_by_updates(self, slots: Iterable[int]) -> int:
+        return sum(self.states.written_by_update(slot) for slot in slots)
 
     def _finish_updates(self) -> None:
         with self.one_call():

@@ -80,7 +80,7 @@ class NvmeStore:
         self._active: list[str] = []
         self._closed = False
         self._bytes_read = 0
-        self._bytes_written = 0
+        self._bytes_written = self._scratch_bytes_written = 0
         self._remove = True
         self._files: list[StoreFile] = []
         self._generations: Generations | None = None
@@ -115,6 +115,12 @@ class NvmeStore:
         """Bytes moved by writes that succeeded, padding included."""
         with self._changed:
             return self._bytes_written
+
+    @property
+    def scratch_bytes_written(self) -> int:
+        """Those of ``bytes_written`` that no checkpoint is to keep."""
+        with self._changed:
+            return self._scratch_bytes_written
 
     @property
     def nbytes_allocated(self) -> int:
@@ -300,6 +306,9 @@ class NvmeStore:
         extent, view, what = self._asked("writing", name, offset, buffer, nbytes)
         with self._call(what):
             self._in_time(lambda: self._write(extent, name, offset, view, what, checksums), what)
+        if extent.chunk_bytes is None:
+            with self._changed:
+                self._scratch_bytes_written += len(view)
 
     def _write(
         self, extent: Extent, name: str, offset: int, view: memoryview, what: str, checksums: Checksums | None

@@ -115,12 +115,14 @@ class States:
                     )
 
     def written_by_update(self, slot: int) -> int:
-        """Most bytes that one update of ``slot`` writes to the store: a copy in half precision takes half of what is counted."""
+        """Bytes that one update of ``slot`` writes to the store."""
         parameter, resident = self._slots[slot], self._residency[slot]
         chunks = parameter.chunks(self.chunk_elements)
         states = 0 if resident.master is not None else sum(3 * chunk.padded_bytes for chunk in chunks)
         copied = resident.compute is None and not (parameter.is_master and resident.master is None)
-        return states + (sum(chunk.padded_bytes for chunk in chunks) if copied else 0)
+        if not copied:
+            return states
+        return states + sum(page_padded_bytes(c.elements * parameter.compute_dtype.itemsize) for c in chunks)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

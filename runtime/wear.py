@@ -13,8 +13,8 @@ from lohan_fx.errors import WearBudgetExceeded
 
 class Wear:
     """``written_here`` tells what this process has written, ``to_come`` at most how much of the last step it has yet to
-    write, ``settle`` waits until that is written, ``checkpoint_bytes`` what a checkpoint would write; ``max_bytes`` None: no
-    budget."""
+    write, ``settle`` waits until that is written, ``checkpoint_bytes`` what a checkpoint would write, ``scratch_here`` what of
+    ``written_here`` was neither parameters nor states; ``max_bytes`` None: no budget."""
 
     def __init__(
         self,
@@ -22,6 +22,8 @@ class Wear:
         to_come: Callable[[], int] = lambda: 0,
         checkpoint_bytes: Callable[[], int] = lambda: 0,
         settle: Callable[[], None] = lambda: None,
+        *,
+        scratch_here: Callable[[], int] = lambda: 0,
     ) -> None:
         self.max_bytes: int | None = None
         self.earlier_bytes = 0
@@ -29,7 +31,9 @@ class Wear:
         self._to_come = to_come
         self._checkpoint_bytes = checkpoint_bytes
         self._settle = settle
+        self._scratch_here = scratch_here
         self._step_bytes = 0
+        self._step = 0
         self._step_began_at: int | None = None
 
     @property
@@ -51,18 +55,21 @@ class Wear:
         if self.max_bytes is not None and self.written_bytes + nbytes > self.max_bytes:
             raise self.exceeded(f"not even the model's {nbytes:,} bytes can be stored, and nothing was written")
 
-    def step_begins(self) -> None:
-        """A training forward is about to run. Raises ``WearBudgetExceeded`` where its step may not, or could not end in a
-        checkpoint."""
+    def step_begins(self, step: int = 0, *, goes_on: bool = False) -> None:
+        """A training forward is about to run, when ``step`` steps were done or dropped; ``goes_on``: a backward of its own step
+        came before. Raises ``WearBudgetExceeded`` where its step may not, or could not end in a checkpoint."""
+        if step != self._step and not goes_on:
+            # Not when gradients are dropped: forwards may come before zero_grad(), and their backwards after it.
+            self.step_ends()
         if self._step_began_at is None:
             if self.is_spent(checkpoints=1):
                 raise self.exceeded("nothing was written")
-            self._step_began_at = self.written_bytes
+            self._step, self._step_began_at = step, self._scratch_here()
 
-    def step_ends(self) -> None:
-        """It is done, or was skipped and its gradients are dropped."""
-        if self._step_began_at is not None:
-            self.expect(self.written_bytes - self._step_began_at)
+    def step_ends(self, updates_bytes: int = 0) -> None:
+        """It is done, and its updates, which may run beside the next forward, write ``updates_bytes``; or it was skipped."""
+        began_at = self._scratch_here() if self._step_began_at is None else self._step_began_at
+        self.expect(self._scratch_here() - began_at + updates_bytes)
         self._step_began_at = None
 
     def is_spent(self, *, checkpoints: int) -> bool:
