@@ -199,8 +199,10 @@ def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
     batch, best = 1, 0.0
     try:
         found[batch] = row(batch)
+    except UserCodeError:
+        raise
     except Exception as error:  # BatchNorm trains on no single sample; whatever else is wrong is wrong with two, too
-        found[batch] = Row(str(batch), None, str(error).splitlines()[0], is_bad_input=True)
+        found[batch] = Row(str(batch), None, f"{type(error).__name__}: {error}".splitlines()[0], is_bad_input=True)
         batch = 2
     while batch <= MOST_BATCHES:
         found[batch] = found.get(batch) or row(batch)

@@ -584,6 +584,7 @@ def test_buffers_may_share_memory(nvme: Path) -> None:
     lohan_fx.release(streamed(model, nvme))
 
 
+@pytest.mark.filterwarnings("ignore:not contiguous")
 def test_parameters_that_lie_beside_one_another_in_one_storage(nvme: Path) -> None:
     model = Tiny()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
