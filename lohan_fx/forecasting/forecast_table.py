@@ -16,7 +16,7 @@ from lohan_fx.simulation.simulator import Simulation
 from lohan_fx.units import format_bytes, format_seconds
 
 LEAST = 0.005
-"""Share of a step below which a wait is not worth a word."""
+"""Share of a step below which a wait is not worth a word, and of the work below which its share is not."""
 _TIERS = {
     Tier.DEVICE: "fits on the device",
     Tier.HOST: "fits with host memory, without a drive",
@@ -125,8 +125,10 @@ def format_rate(per_s: float) -> str:
 
 
 def _recomputed(found: Forecast) -> str:
+    if not any(isinstance(a.decision, Recompute) for a in found.plan.activations):
+        return "nothing done twice"
     again = found.prediction.recompute_flops / found.prediction.flops if found.prediction.flops else 0.0
-    return f"and {again:.0%} of the work done twice" if again else "nothing done twice"
+    return f"and {again:.0%} of the work done twice" if again >= LEAST else "and hardly any work done twice"
 
 
 def _binding(stage: Stage) -> str:
