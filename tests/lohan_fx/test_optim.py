@@ -114,7 +114,7 @@ def test_a_step_that_is_interrupted_once_it_is_done_is_counted(
     train(models[0], optimizer, range(1))
     models[0](batch(1)).backward()
 
-    def interrupted() -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
