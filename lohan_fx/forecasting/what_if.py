@@ -197,15 +197,18 @@ def best_batch(subject_of: SubjectOf, asked: Asked) -> list[Row]:
 
     found: dict[int, Row] = {}
     batch, best = 1, 0.0
-    try:
-        found[batch] = row(batch)
-    except UserCodeError:
-        raise
-    except Exception as error:  # BatchNorm trains on no single sample; whatever else is wrong is wrong with two, too
-        found[batch] = Row(str(batch), None, f"{type(error).__name__}: {error}".splitlines()[0], is_bad_input=True)
-        batch = 2
     while batch <= MOST_BATCHES:
-        found[batch] = found.get(batch) or row(batch)
+        try:
+            found[batch] = row(batch)
+        except UserCodeError:
+            raise
+        except Exception as error:
+            # BatchNorm trains on no single sample; whatever else is wrong is wrong with two, too.
+            if batch > 1:
+                raise
+            found[batch] = Row(str(batch), None, f"{type(error).__name__}: {error}".splitlines()[0], is_bad_input=True)
+            batch = 2
+            continue
         rate = _rate(found[batch])
         if rate <= best * GAIN:
             break
