@@ -186,12 +186,14 @@ def _taken(directory: Path, holder: str) -> str:
 
 def unlock_directory(directory: Path, fd: int) -> None:
     """Remove the lock file and give the lock back."""
-    # Removed while still locked: a later lock_directory then sees that its file lost its name.
-    (directory / LOCK_NAME).unlink(missing_ok=True)
-    # Explicit, because a child that was forked by other means than Python's may hold a copy of the descriptor.
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    forget_descriptor(fd)
-    os.close(fd)
+    try:
+        # Removed while still locked: a later lock_directory then sees that its file lost its name.
+        (directory / LOCK_NAME).unlink(missing_ok=True)
+    finally:  # also where the file system has become read-only
+        # Explicit, because a child that was forked by other means than Python's may hold a copy of the descriptor.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        forget_descriptor(fd)
+        os.close(fd)
 
 
 def file_system_type(directory: Path, mounts: str) -> str:

@@ -6,8 +6,9 @@ Guarantees:
 - They may be called from any number of threads at once; calls on disjoint pages do not disturb each other, and no
   lock is held during I/O. One call does its parts one after the other: drives overlap through several callers.
 - ``allocate`` takes all of what it was asked for or nothing, and checks free space before it writes anything.
-- A directory serves one store at a time. ``close`` waits for calls under way, so no descriptor is closed under one,
-  and leaves no descriptor and (with ``remove``, and unless checkpoints are in them) no file.
+- A directory serves one store at a time. ``close`` waits for calls under way, but for one that hung and was left behind
+  (``in_time``), so no descriptor is closed under another, and leaves no descriptor and (with ``remove``, and unless
+  checkpoints are in them) no file.
 - Extents with chunks can be kept over the process's death (``keep_generations``, ``commit``: see ``generations``).
 
 Assumes: nobody else touches the files; callers order overlapping reads and writes themselves. Without a checkpoint the
@@ -360,8 +361,8 @@ class NvmeStore:
                     f"waited {timeout_s:g} s to close the store in {self._where()}: still {self._active}; "
                     "call close() again to keep waiting, or see dmesg if a drive hangs"
                 )
-        # An interrupted caller counts as gone while its call still runs there; the files go after it. Not under the
-        # lock, which that call takes.
+        # An interrupted caller counts as gone while its call still runs there; the files go after it, unless it hangs. Not
+        # under the lock, which that call takes.
         self._in_time.close()
         with self._changed:
             self._remove = remove

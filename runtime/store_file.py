@@ -3,6 +3,7 @@
 Guarantees: short counts are continued where they stopped and interrupted calls repeated; any other outcome names
 the file, the offset, the bytes asked and what to do. The file is its owner's only (mode 0600), and direct
 (O_DIRECT) where the file system can. ``read`` and ``write`` may run on many threads at once.
+A call that comes after ``close`` fails, whoever has the number of its descriptor by then.
 Assumes: the directory is locked by the caller, who also orders ``grow``, ``cut_back`` and ``close`` against the rest.
 """
 
@@ -21,6 +22,7 @@ from lohan_fx.runtime.file_backend import FileBackend, forget_descriptor, keep_f
 from lohan_fx.runtime.host_pool import PAGE_BYTES
 
 STORE_NAME = "lohan_fx.store"
+CLOSED = -1
 
 _REMEDIES = {
     errno.EIO: "the drive reported a failure: see dmesg and smartctl, and move the store to another drive",
@@ -92,11 +94,15 @@ class StoreFile:
 
     def close(self, *, remove: bool) -> None:
         """Close the descriptor and, if asked, remove the file."""
+        # A call that hung, and was left behind (in_time), must not go on in what the next store opens.
+        fd, self._fd = self._fd, CLOSED
         with reported_as_store_error(f"closing {self.path}"):
-            if remove:
-                self.path.unlink(missing_ok=True)
-            forget_descriptor(self._fd)
-            self._backend.close(self._fd)
+            try:
+                if remove:
+                    self.path.unlink(missing_ok=True)
+            finally:  # also where the file system has become read-only
+                forget_descriptor(fd)
+                self._backend.close(fd)
 
     def _open(self) -> tuple[int, bool]:
         self.path.unlink(missing_ok=True)

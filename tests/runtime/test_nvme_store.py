@@ -617,3 +617,34 @@ def test_close_waits_for_calls_under_way(directories: list[Path], clean: None) -
         go_on.set()
         store.close(timeout_s=PATIENCE_S)
         assert reading.result(PATIENCE_S).eq(0).all()
+
+
+def test_a_call_that_hung_does_not_go_on_in_the_next_store_s_file(directories: list[Path], clean: None) -> None:
+    """A preallocation left behind cuts its file back when it fails at last; others may have its descriptor's number by then."""
+    store = NvmeStore(directories[:1])
+    store.allocate({"a": PAGE})
+    (hung,) = store._files
+    store.close()
+    with NvmeStore(directories[:1]) as following:
+        following.allocate({"a": PAGE})
+        following.write("a", 0, page_aligned(PAGE, fill=9), PAGE)
+        with pytest.raises(StoreError, match="preallocating"):
+            hung.grow(4 * PAGE)
+        hung.cut_back(0)
+        assert contents(following, "a", PAGE).eq(9).all()
+
+
+def test_what_cannot_be_removed_is_closed_all_the_same(directories: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a failing drive's file system has become read-only; ``leak_check`` looks for the descriptors."""
+    store = NvmeStore(directories[:1])
+    store.allocate({"a": PAGE})
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patched, pytest.raises((StoreError, OSError), match="Read-only"):
+        patched.setattr(Path, "unlink", refuse)
+        store.close()
+    with NvmeStore(directories[:1]):  # nobody holds the lock
+        pass
+    assert list(directories[0].iterdir()) == []
