@@ -189,9 +189,7 @@ def release(model: nn.Module) -> nn.Module:
 
     The parameters get the dtype they had before ``compile``. Raises ``ValueError`` if the model is not compiled.
     """
-    runtime = compiled(model)
-    with runtime.engine.one_call():
-        runtime.release()
+    compiled(model).release()
     return model
 
 
@@ -200,7 +198,8 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
     """``with lohan_fx.releasing(lohan_fx.compile(model, hw)) as model:`` releases at the end, whatever happens.
 
     After Ctrl-C (and ``SystemExit``) files and threads go at once, and the model gets no parameters back: they may be
-    many times the RAM. What was to outlive it is in a checkpoint.
+    many times the RAM. What was to outlive it is in a checkpoint. Nothing is left to do where the model was released, or
+    ended by ``reset``, inside.
     """
     runtime = compiled(model)
     try:
@@ -212,9 +211,9 @@ def releasing(model: nn.Module) -> Iterator[nn.Module]:
         if runtime.engine.inherited:  # its parent goes on
             runtime.abandon()
         else:
-            release(model)
+            runtime.release()
         raise
-    release(model)
+    runtime.release()
 
 
 def reset(*models: nn.Module) -> None:
@@ -228,7 +227,12 @@ def reset(*models: nn.Module) -> None:
 
 
 def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
-    """Capture, plan and link ``model`` for these inputs without running it; the plan, with its prediction."""
+    """Capture, plan and link ``model`` for these inputs without running it; the plan, with its prediction.
+
+    Under ``torch.no_grad()``, or where nothing is trainable, that is the plan of an evaluation. Raises ``ValueError`` if the
+    model is not compiled, ``CaptureError`` where it cannot be captured as one graph, and ``InfeasiblePlan`` where memory cannot
+    hold any plan.
+    """
     return compiled(model).prepare(*args, **kwargs)
 
 

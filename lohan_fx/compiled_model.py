@@ -142,9 +142,7 @@ class CompiledModel:
         # All are made before the first takes its place: whatever fails, the model is as it was.
         shells = {slot: self._shell(slot) for slot in self._originals}
         if self.engine.device.type == "cuda":
-            for buffer in self.model.buffers():
-                self._restore.append(functools.partial(_move, buffer, buffer.device))
-                _move(buffer, self.engine.device)
+            self._move_buffers()
         for slot, original in self._originals.items():
             for module, name in original.places:
                 module._parameters[name] = shells[slot]
@@ -165,6 +163,16 @@ class CompiledModel:
             if any(isinstance(parameter, Shell) for parameter in module.parameters()):
                 self._take_call(module)
         object.__setattr__(self.model, ATTRIBUTE, self)
+
+    def _move_buffers(self) -> None:
+        """To the GPU, all or none."""
+        try:
+            for buffer in self.model.buffers():
+                self._restore.append(functools.partial(_move, buffer, buffer.device))
+                _move(buffer, self.engine.device)
+        except BaseException:
+            self._undo()
+            raise
 
     def _shell(self, slot: int) -> Shell:
         module, name = self._originals[slot].places[0]
@@ -593,18 +601,21 @@ class CompiledModel:
                 return ready.plan
             finally:
                 self._preparing = False
-        raise AssertionError("a call of the model ran none of its graphs")
+        raise CaptureError(f"a call of this {type(self.model).__name__} with these inputs ran nothing that is captured")
 
     def release(self) -> None:
         """Give the model ordinary parameters again, where they were, and remove the files. Idempotent."""
-        if getattr(self.model, ATTRIBUTE, None) is not self:
-            return
+        if getattr(self.model, ATTRIBUTE, None) is self:
+            with self.engine.one_call():
+                self._release()
+
+    def _release(self) -> None:
         self.engine.let_go()
         if self.engine.micro_batches.torn:
             warnings.warn(
                 "the last step failed half-way: some of the parameters that the model gets back were updated by it and "
                 "some were not",
-                stacklevel=3,
+                stacklevel=4,
             )
         # All are read before any is replaced, so that a failing drive leaves the model as it is.
         values = {slot: self.engine.states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
@@ -636,13 +647,16 @@ class CompiledModel:
 
     def detach(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Take everything of ours off the model and end the runtime."""
-        for restore in self._restore:
-            restore()
-        self._restore.clear()
+        self._undo()
         object.__delattr__(self.model, ATTRIBUTE)
         # Dynamo's graphs lead to us and we to them, by way of its globals, where no collector would free them.
         self._calls.forget()
         self._close(timeout_s)
+
+    def _undo(self) -> None:
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
 
     def _close(self, timeout_s: float) -> None:
         if self.engine.inherited:

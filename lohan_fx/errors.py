@@ -6,6 +6,7 @@ asked, what was found, and what to do.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import traceback
@@ -87,6 +88,15 @@ def _threads_now() -> list[str]:
         where = " < ".join(f"{entry.name} ({Path(entry.filename).name}:{entry.lineno})" for entry in reversed(found))
         lines.append(f"  {thread.name}: {where or 'starting or ending'}")
     return lines
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """A copy of ``error`` to raise where it is waited for: what failed keeps the original, and a traceback leads to tensors of
+    every frame that it went through. The original itself where its class cannot be copied."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return error
 
 
 class StepError(LohanError):

@@ -15,6 +15,8 @@ from torch.fx import Node
 _COST = "lohan_cost"
 _ORIGIN = "lohan_origin"
 _READS = "lohan_reads"
+RECOMPUTED = "recompute_"
+"""What the names of recomputed nodes begin with."""
 
 
 class Phase(enum.StrEnum):
@@ -94,6 +96,11 @@ def origin(node: Node) -> str | None:
 
 def set_origin(node: Node, name: str) -> None:
     node.meta[_ORIGIN] = name
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether ``insert_recompute`` made ``node``: an op of the forward that runs again in the backward."""
+    return origin(node) is not None and node.name.startswith(RECOMPUTED)
 
 
 def reads(node: Node) -> tuple[str, ...] | None:

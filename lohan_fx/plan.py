@@ -374,8 +374,8 @@ class Plan:
     forwards: int = 1
 
     def __post_init__(self) -> None:
-        if self.forwards == 0:
-            raise ValueError("Plan.forwards is 0: at least one waits for its backward")
+        if self.forwards < 1:
+            raise ValueError(f"Plan.forwards is {self.forwards}: at least one waits for its backward")
 
     @property
     def kept_bytes(self) -> int:

@@ -96,7 +96,7 @@ class _Cloner:
         part_of = self._available[node.all_input_nodes[0].name] if node.target is operator.getitem else None
         with graph.inserting_after(part_of) if part_of else graph.inserting_before(before):
             copy = graph.node_copy(node, lambda n: self._available[n.name])
-        copy.name = f"recompute_{node.name}"
+        copy.name = f"{meta.RECOMPUTED}{node.name}"
         copy.meta = dict(node.meta)
         meta.set_cost(copy, dataclasses.replace(cost, phase=Phase.BACKWARD))
         meta.set_origin(copy, node.name)

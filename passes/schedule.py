@@ -1,6 +1,6 @@
 """schedule: start transfers early, within the plan's windows.
 
-Requires: halves in which each ``fetch`` and ``swap_in`` stands right before its ``wait``.
+Requires: halves from ``insert_gradient_offload``; scheduled already for another window, or not.
 Ensures: the starts of each kind stand in the order of their waits (first in, first out; Fuyou sec. 4.4), each as
 early as the window allows: the bytes started and not yet waited for stay within it, unless a single transfer is
 larger, which then starts when the one before it has been waited for. Waits do not move.

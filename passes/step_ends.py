@@ -160,5 +160,5 @@ def _within(gm: GraphModule, nodes: Iterable[Node], op: Callable[..., Any], node
 
 
 def _computes(node: Node) -> bool:
-    again = node.name.startswith("recompute_")
+    again = meta.is_recomputed(node)
     return node.op == "call_function" and not again and meta.cost(node).lane is Lane.COMPUTE

@@ -60,7 +60,7 @@ def traffic(
     homes = {p.name: p for p in plan.parameters}
     forward, backward = halves.forward, halves.backward
     computed = sum(node_seconds(meta.cost(n)) for n in _computing(forward))
-    again = sum(node_seconds(meta.cost(n)) for n in _computing(backward) if n.name.startswith("recompute_"))
+    again = sum(node_seconds(meta.cost(n)) for n in _computing(backward) if meta.is_recomputed(n))
     back = sum(node_seconds(meta.cost(n)) for n in _computing(backward)) - again
     handed_over, handed_back = (
         sum(hands_over(n, homes, plan.device) for n in gm.graph.nodes) if gm is not None else 0
@@ -71,7 +71,8 @@ def traffic(
     updated = [homes[meta.origin(n) or ""] for n in _calls(backward, ops.OFFLOAD_GRAD)]
     ends = ends_of(halves, plan, node_seconds)
     on_gpu = [p for p in updated if p.states_home is Tier.DEVICE and plan.device != "cpu"]
-    elsewhere = [p for p in updated if p not in on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
+    names_on_gpu = {p.name for p in on_gpu}
+    elsewhere = [p for p in updated if p.name not in names_on_gpu or p.optimizer_runs is OptimizerTiming.IN_BACKWARD]
     early, late, next_ = (
         [p for p in elsewhere if p.runs_beside(ends, plan.device) is timing]
         for timing in (OptimizerTiming.IN_BACKWARD, OptimizerTiming.AFTER_BACKWARD, OptimizerTiming.NEXT_FORWARD)

@@ -6,7 +6,7 @@ After ``partition`` and ever after
     fetched parameter, a swapped-in or a recomputed activation stands for itself
   - random ops are never replayed
 After ``insert_recompute``
-  - exactly what the plan keeps or swaps crosses, beside inputs and outputs
+  - nothing crosses but what the plan keeps or swaps, beside inputs and outputs; and none of that is computed again
 After ``insert_fetches``
   - nothing but ``fetch`` reads a shell, by its slot; each start has one user, its ``wait``, and each ``wait`` waits for
     a start
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch.fx import GraphModule, Node
 
@@ -49,7 +50,7 @@ def verify(halves: Halves, plan: Plan, *, after: str) -> None:
             check(halves, plan, after)
 
 
-def _fail(gm: GraphModule, node: Node, after: str, what: str) -> None:
+def _fail(gm: GraphModule, node: Node, after: str, what: str) -> NoReturn:
     nodes = list(gm.graph.nodes)
     place = nodes.index(node)
     around = "\n".join(
@@ -97,7 +98,10 @@ def _returns_the_same(halves: Halves, plan: Plan, after: str) -> None:
         output = gm.graph.output_node()
         returned = outputs_of(gm)[: halves.num_outputs] if name == "forward" else outputs_of(gm)
         leaving = halves.gradients if name == "backward" else {}
-        for place, (value, expected) in enumerate(zip(returned, meta.reads(output) or (), strict=False)):
+        captured = meta.reads(output)
+        if captured is not None and len(returned) < (halves.num_outputs if name == "forward" else len(captured)):
+            _fail(gm, output, after, f"returns {len(returned)} values; the captured graph returned {len(captured)}")
+        for place, (value, expected) in enumerate(zip(returned, captured or (), strict=False)):
             found = _value_name(value) if isinstance(value, Node) else ""
             if found != expected and not (value is None and place in leaving):
                 what = f"returns {found or None} at place {place}; the captured graph returned {expected or None}"
@@ -139,6 +143,12 @@ def _saves_the_plan(halves: Halves, plan: Plan, after: str) -> None:
         decision = plan.decision(name)
         if decision is None or isinstance(decision, Recompute):
             _fail(halves.forward, node, after, f"crosses to the backward, but the plan says {decision}")
+    if halves.backward is None:
+        return
+    for node in filter(meta.is_recomputed, halves.backward.graph.nodes):
+        decision = plan.decision(_value_name(node))
+        if decision is not None and not isinstance(decision, Recompute):
+            _fail(halves.backward, node, after, f"computes {_value_name(node)} again, but the plan says {decision}")
 
 
 # --- after insert_fetches -------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ autograd's saving and unpacking of the handle.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import itertools
 import threading
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lohan_fx import ops
-from lohan_fx.errors import StepError
+from lohan_fx.errors import StepError, without_traceback
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.byte_window import ByteWindow
@@ -107,8 +106,8 @@ class ActivationSwap:
         """Raise what kept a tensor that is away from getting there, as far as that is known by now."""
         for away in list(self._away.values()):
             if away.left.error is not None:
-                # A copy: the traceback of what is raised holds the handles, and their death must free this one.
-                raise copy.copy(away.left.error)
+                # Its traceback will hold the handles, and their death must free this one.
+                raise without_traceback(away.left.error)
 
     def swap_out(self, x: torch.Tensor, tier: str) -> torch.Tensor:
         """Start moving ``x`` to ``tier`` ("host" or "nvme"; to NVMe where host memory is full); returns the handle."""

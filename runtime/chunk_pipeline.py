@@ -12,19 +12,18 @@ finished once, well or not. ``barrier`` returns once all are, or raises the firs
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
-from lohan_fx.errors import LaneTimeout, StepError
-from lohan_fx.runtime.checksum import Checksums
+from lohan_fx.errors import LaneTimeout, StepError, without_traceback
+from lohan_fx.runtime.checksum import Checksums, Compare
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Countdown, Kept, wait_for_all
 from lohan_fx.runtime.host_pool import Buffer
-from lohan_fx.runtime.lanes import wait_hearing
+from lohan_fx.runtime.lanes import Work, wait_hearing
 from lohan_fx.runtime.machine import Machine
 from lohan_fx.runtime.slots import Residency
 from lohan_fx.runtime.state_buffer import Movement, StateBuffer, purpose_of
@@ -127,8 +126,8 @@ class ChunkPipeline:
         """Raises the first failure once, and from then on ``StepError``."""
         if self._error is not None and not self._error_raised:
             self._error_raised = True
-            # A copy: the traceback of what is raised holds the tensors of the whole backward, and we keep the original.
-            raise copy.copy(self._error)
+            # Its traceback will hold the tensors of the whole backward, and we keep the original.
+            raise without_traceback(self._error)
         if self._error is not None and self._update_failed:
             raise StepError(
                 f"the optimizer failed earlier ({self._error}): the parameters are partly updated; "
@@ -230,11 +229,9 @@ class ChunkPipeline:
 
     def _finished(self, job: ChunkUpdate, error: BaseException | None) -> None:
         """The job is over, well or not: give back its buffers and count it."""
-        with suppress(Exception):
-            wait_for_all(job.reads)
         job.let_gradient_go()
         if job.states is not None:
-            job.states.buffer.release()
+            _release_after(job.reads, job.states.buffer)
         with self.changed:
             if error is not None:
                 self._note(error, updates=job.updates)
@@ -243,6 +240,16 @@ class ChunkPipeline:
             self.changed.notify_all()
         if job.update is not None:
             job.update.part_done(error)
+
+
+def _release_after(reads: Sequence[Work[list[Compare]]], buffer: Buffer) -> None:
+    """Once none of ``reads`` writes into it any more: one that was waited for in vain may come yet."""
+    if all(read.done() for read in reads):
+        buffer.release()
+        return
+    left = Countdown(len(reads), functools.partial(buffer.release))
+    for read in reads:
+        read.add_done_callback(lambda _: left.one_less())
 
 
 class _Waits(Protocol):

@@ -1,7 +1,7 @@
 """chunk_update: one chunk of a gradient on its way to the optimizer, and the arithmetic at the end of that way.
 
 Guarantees: ``compute`` touches the chunk's arrays and nothing else. ``wait_for_all`` returns or raises only once every
-read is over, so that none still writes into a buffer given back.
+read is over, or late by a lane's timeout.
 """
 
 from __future__ import annotations

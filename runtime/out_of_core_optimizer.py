@@ -16,13 +16,13 @@ parameter is not offered again before the one before it is in place.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from lohan_fx.errors import without_traceback
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.chunk_pipeline import BARRIER_TIMEOUT_S, ChunkPipeline
@@ -225,7 +225,7 @@ class OutOfCoreOptimizer:
             with self._machine.timeline.stall(update.label):
                 update.settle()
         if update.error is not None:
-            raise copy.copy(update.error)
+            raise without_traceback(update.error)
 
     def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """Wait until everything offered so far is in place; raises the first failure."""

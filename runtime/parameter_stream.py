@@ -10,13 +10,13 @@ Assumes: apart from that nobody writes a parameter while it is being fetched (``
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from lohan_fx import ops
+from lohan_fx.errors import without_traceback
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.inbound import copy_in, read_in_place, read_staged, wait_for
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
@@ -114,8 +114,8 @@ def _start_after(update: Arrival, arrival: Arrival, parts: Parts) -> None:
     for part in parts:
         try:
             if update.error is not None:
-                # A copy: the optimizer keeps the original, and a traceback would keep the tensors of the whole forward.
-                raise copy.copy(update.error)
+                # The optimizer keeps the original, and a traceback would keep the tensors of the whole forward.
+                raise without_traceback(update.error)
             part()
         except BaseException as error:
             arrival.part_done(error)

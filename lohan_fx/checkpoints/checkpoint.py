@@ -5,6 +5,7 @@ A checkpoint is not a copy (docs/0010): the states are in the store already, and
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -84,11 +85,16 @@ def resume(
     resume_from_checkpoint=True)`` has taken up parameters and moments, this the rest. The last thing it does is to set
     the random generators.
 
-    Raises ``ValueError`` where optimizer, scheduler or loader do not fit what the checkpoint holds; nothing has changed
-    then, apart from a scheduler or loader that refused.
+    Raises ``ValueError`` where optimizer, scheduler or loader do not fit what the checkpoint holds, and ``StoreError`` where it
+    lacks something; nothing has changed then, unless a scheduler or loader refused its own state.
     """
     engine = compiled(model).engine
     optimizer = _unwrapped(engine, optimizer)
+    with engine.one_call():
+        return _resume(engine, optimizer, Parts(scheduler, loader))
+
+
+def _resume(engine: Engine, optimizer: Adam, parts: Parts) -> Resumed | None:
     state = engine.resumed
     if state is None:
         return None
@@ -100,27 +106,28 @@ def resume(
         last_backwards = saved_count(state, "last_backwards", number, absent=0)
         generators = Generators.of(state["random"])
         groups, extra = saved_groups(state, optimizer), decoded(state["extra"])
-        for name, taker in (("scheduler", scheduler), ("loader", loader)):
-            saved = decoded(state[name])
-            if (taker is None) != (saved is None):
-                here, there = ("a", "none") if saved is None else ("no", "one")
-                raise ValueError(f"resume was given {here} {name}; the checkpoint holds {there}")
-            if taker is not None:
-                _take_up(name, taker, saved)
-        # torch's own, without states: ours are in the store already.
-        torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
-        optimizer.steps_done = step
-        engine.micro_batches.resume(backwards, last_backwards)
-        # A training that clips does so in its next step, whose gradients must still be there then.
-        engine.updates.holds = engine.updates.holds or bool(state.get("holds"))
-        found = Resumed(step, extra, number, state.get(STOPPED_IN_STEP) is True)
-        optimizer.parts = Parts(scheduler, loader, extra)
-        generators.set()
+        takers = {"scheduler": parts.scheduler, "loader": parts.loader}
+        saved = {name: decoded(state[name]) for name in takers}
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"checkpoint {number} lacks what a training needs ({error!r}): resume from another") from error
+    for name, taker in takers.items():
+        if (taker is None) != (saved[name] is None):
+            here, there = ("a", "none") if saved[name] is None else ("no", "one")
+            raise ValueError(f"resume was given {here} {name}; the checkpoint holds {there}")
+    for name, taker in takers.items():
+        if taker is not None:
+            _take_up(name, taker, saved[name])
+    # torch's own, without states: ours are in the store already.
+    torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+    optimizer.steps_done = step
+    engine.micro_batches.resume(backwards, last_backwards)
+    # A training that clips does so in its next step, whose gradients must still be there then.
+    engine.updates.holds = engine.updates.holds or bool(state.get("holds"))
+    optimizer.parts = dataclasses.replace(parts, extra=extra)
+    generators.set()
     engine.resumed = None
-    _LOG.info("resumed from checkpoint %d, after step %d", number, found.step)
-    return found
+    _LOG.info("resumed from checkpoint %d, after step %d", number, step)
+    return Resumed(step, extra, number, state.get(STOPPED_IN_STEP) is True)
 
 
 def resumable(model: nn.Module) -> Resumed | None:

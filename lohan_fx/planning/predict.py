@@ -62,7 +62,7 @@ def predict(halves: Halves, plan: Plan, request: Request, *, what: str = "the pl
     if short:
         raise InfeasiblePlan(f"{what} needs more memory than was promised: {'; '.join(short)}")
     more_read, more_written = padding_bytes(halves, plan)
-    flops = [(n.name.startswith("recompute_"), n) for _, gm in halves.graphs() for n in gm.graph.nodes]
+    flops = [(meta.is_recomputed(n), n) for _, gm in halves.graphs() for n in gm.graph.nodes]
     return Prediction(
         forward=cost.forward_stage(work, request.hw),
         backward=cost.backward_stage(work, request.hw),

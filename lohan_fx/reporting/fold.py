@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lohan_fx import meta
 from lohan_fx.reporting.listing import Block, Line, Name, Read, block_of
 
 
@@ -194,7 +195,7 @@ def _roles(lines: Sequence[Line]) -> list[_Role | None]:
 def _looks(line: Line, block: Block | None) -> tuple[object, ...]:
     """``line`` without its name and without what it reads, with layer numbers counted from ``block``."""
     names = (relative_name(part.name, block) if isinstance(part, Name) else part for part in line.parts)
-    again = line.name.startswith("recompute_")
+    again = line.name.startswith(meta.RECOMPUTED)
     return line.type, again, line.is_start, line.is_input, tuple(None if isinstance(p, Read) else p for p in names)
 
 

@@ -142,8 +142,9 @@ class SimulatedOptimizer:
         wanted = self._machine.turns.places()
         held = sorted(self._held, key=lambda p: (self._in_memory(p, holds=False), wanted.get(p.name, len(wanted))))
         self._held = []
+        now = [p for p in held if p.optimizer_runs is not OptimizerTiming.NEXT_FORWARD]
         later = [p for p in held if p.optimizer_runs is OptimizerTiming.NEXT_FORWARD]
-        for parameter in (p for p in held if p not in later):
+        for parameter in now:
             yield from self._apply(parameter)
         yield from self._barrier()
         if later:

@@ -282,6 +282,34 @@ def test_a_scheduler_of_another_kind_is_refused_by_name(begin: Begin) -> None:
         again.resume()
 
 
+def test_a_loader_that_is_missing_moves_no_scheduler(begin: Begin) -> None:
+    training = begin()
+    training.step()
+    training.checkpoint()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+    before = again.scheduler.state_dict()
+    with pytest.raises(ValueError, match="resume was given no loader; the checkpoint holds one"):
+        lohan_fx.resume(again.model, again.optimizer, scheduler=again.scheduler)
+    assert again.scheduler.state_dict() == before
+    assert again.resume() is not None
+
+
+def test_the_error_of_a_hook_of_the_user_is_theirs(begin: Begin) -> None:
+    training = begin()
+    training.step()
+    training.checkpoint()
+    training.end()
+    again = begin(resume_from_checkpoint=True)
+
+    def hook(optimizer: torch.optim.Optimizer, state: Any) -> None:
+        raise TypeError("the user's")
+
+    again.optimizer.register_load_state_dict_pre_hook(hook)
+    with pytest.raises(TypeError, match="the user's"):
+        again.resume()
+
+
 def test_what_was_learned_of_a_step_is_resumed(begin: Begin) -> None:
     training = begin()
     training.loader.next()

@@ -208,6 +208,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
         ("prediction", {}, "not a plan: 'forward'"),
         ("division", {}, "not a plan: 'shares'"),
         ("forwards", 0, "Plan.forwards is 0"),
+        ("forwards", -3, "Plan.forwards is -3"),
         ("forwards", 1.5, "Plan.forwards is 1.5"),
         ("surplus", 1, "not a plan.*surplus"),
     ],

@@ -349,6 +349,14 @@ def test_a_value_that_crosses_against_the_plan(decision: Decision | None) -> Non
     assert f"mm: crosses to the backward, but the plan says {decision}" in message
 
 
+@pytest.mark.parametrize("decision", [Keep(), Swap(Tier.HOST)])
+def test_what_the_plan_saves_is_not_computed_again(decision: Decision) -> None:
+    halves, plan = scheduled("two-layers")
+    again = meta.origin(next(node for node in recomputed(both(halves)[1]) if plan.decision(meta.origin(node) or "")))
+    message = refused(halves, plan.with_decisions({str(again): decision}), after="insert_recompute")
+    assert f"recompute_{again}: computes {again} again, but the plan says {decision}" in message
+
+
 def test_a_value_that_crosses_although_it_is_planned_to_be_swapped() -> None:
     found = captured("two-layers")
     kept = plan_for(found, Keep())

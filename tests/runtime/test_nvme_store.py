@@ -634,7 +634,9 @@ def test_a_call_that_hung_does_not_go_on_in_the_next_store_s_file(directories: l
         assert contents(following, "a", PAGE).eq(9).all()
 
 
-def test_what_cannot_be_removed_is_closed_all_the_same(directories: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_closed_all_the_same(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a failing drive's file system has become read-only; ``leak_check`` looks for the descriptors."""
     store = NvmeStore(directories[:1])
     store.allocate({"a": PAGE})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
-from lohan_fx.runtime import generations
+from lohan_fx.runtime import chunk_pipeline, generations
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.chunk_pipeline import ChunkPipeline
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Purpose
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_pool import Buffer, HostPool
+from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import SSD_THREADS, Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot, Residency
@@ -758,6 +759,29 @@ def test_a_failure_wakes_those_who_wait_for_the_window(tmp_path: Path) -> None:
         rig.backend.faults.clear()
         rig.optimizer.settle(PATIENCE_S)
         starts_over(rig)
+
+
+def test_a_read_that_was_given_up_keeps_its_buffer_until_it_is_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would write, late, into what another chunk is updated in."""
+    go_on, read = threading.Event(), rig.backend.preadv
+
+    def hangs(fd: int, view: memoryview, offset: int) -> int:
+        assert go_on.wait(PATIENCE_S)
+        return read(fd, view, offset)
+
+    def gives_up(reads: Iterable[Work[Any]]) -> list[Any]:
+        return [found for work in reads for found in work.wait(0.0)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.backend, "preadv", hangs)
+        patch.setattr(chunk_pipeline, "wait_for_all", gives_up)
+        with pytest.raises(LaneTimeout, match="waited 0 s for 'read"):
+            rig.offer(0)
+            rig.optimizer.barrier(PATIENCE_S)
+        assert rig.machine.pool.in_use("optimizer") > 0
+        go_on.set()
+        rig.optimizer.settle(PATIENCE_S)
+    starts_over(rig)
 
 
 def test_the_failure_keeps_no_frames_alive(rig: Rig) -> None:
