@@ -74,10 +74,11 @@ def grad(model: nn.Module, name: str) -> torch.Tensor | None:
         raise ValueError(f"the model has no parameter {name!r}: {hint}")
     if not slots[name].trainable:
         raise ValueError(f"{name} was frozen when the model was compiled: it has no gradient")
-    if not engine.updates.holds_any():
-        raise StepError(
-            f"the gradient of {name} was asked for, but none is held: ask between backward and optimizer.step()"
-        )
-    if not engine.updates.waits(slots[name].slot):
-        return None
-    return engine.updates.settled_gradients(hold_from_now_on=False).read(slots[name].slot)
+    with engine.one_call():
+        if not engine.updates.holds_any():
+            raise StepError(
+                f"the gradient of {name} was asked for, but none is held: ask between backward and optimizer.step()"
+            )
+        if not engine.updates.waits(slots[name].slot):
+            return None
+        return engine.updates.settled_gradients(hold_from_now_on=False).read(slots[name].slot)

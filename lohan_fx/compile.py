@@ -96,8 +96,9 @@ def compile(
         resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
             (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
         hold_gradients: keep all gradients until ``optimizer.step()``, which clipping, loss scaling and ``lohan_fx.grad`` need,
-            and update beside the next forward. They wait in what the plan leaves of ``host_memory``, else on NVMe. None: in
-            fp16, and else from the first use on, if that step's gradients are still there then.
+            and update beside the next forward. They wait in what the plan leaves of ``host_memory``, else on NVMe. None: from
+            the start in fp16; otherwise from the first clipping or unscaling on, which raises ``StepError`` where that step's
+            updates have run already.
         forwards: how many calls of the model wait for their backwards at once, such as two or three with a contrastive loss: each
             keeps its activations. What turns out to be more is counted by the plans that follow (docs/0047).
         dynamic: whether the graphs that train hold for inputs of other sizes, as of ``torch.compile``. None: the second shape is

@@ -30,8 +30,10 @@ class Tier(enum.StrEnum):
 class OptimizerTiming(enum.StrEnum):
     """When the optimizer of a parameter runs.
 
+    ``IN_BACKWARD``: as soon as its gradient is there, beside the rest of the backward.
     ``AFTER_BACKWARD``: in a stage of its own once the whole backward is done, as ZeRO does; what LoHan avoids.
     ``NEXT_FORWARD``: begun by ``step()``, beside the next forward and before that fetches the parameter.
+    ``NONE``: never, of a frozen parameter.
     """
 
     IN_BACKWARD = "in_backward"
@@ -88,8 +90,8 @@ def parse_decision(text: str) -> Decision:
 class ActivationPlan:
     """What happens to one forward value that the backward can use.
 
-    ``flops`` and ``seconds`` are what producing it once costs; ``bytes`` its storage; ``benefit`` is LoHan's
-    offloading benefit OB_i = FLOP_i / A_i (mechanisms B4), in FLOP per byte.
+    ``flops`` are what producing it once costs; ``bytes`` its storage; ``mandatory``: it cannot be recomputed; ``benefit`` is
+    LoHan's offloading benefit OB_i = FLOP_i / A_i (mechanisms B4), in FLOP per byte.
     """
 
     node: str
@@ -243,13 +245,13 @@ class Windows:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
 
 
-FETCHES_LANE = "fetches"
-UPDATES_LANE = "updates"
-"""No lanes: in the forward's seconds by lane, the drives' work for what it fetches and then compute from the last of it on; in
-the backward's, compute up to the first gradient and then the drives' work for updates."""
+FETCHES_BOUND = "fetches"
+UPDATES_BOUND = "updates"
+"""Not lanes, but they stand among them: in the forward's seconds by lane, the drives' work for what it fetches and then compute
+from the last of it on; in the backward's, compute up to the first gradient and then the drives' work for updates."""
 PYTHON_LANE = "python"
 """Beside a GPU: the interpreter, which the thread that launches kernels and those of the lanes have one at a time."""
-BOUNDS: Mapping[str, str] = {FETCHES_LANE: "ssd", UPDATES_LANE: "ssd"}
+BOUNDS: Mapping[str, str] = {FETCHES_BOUND: "ssd", UPDATES_BOUND: "ssd"}
 """What stands among the lanes and is none -> the lane whose work it bounds a stage by."""
 
 

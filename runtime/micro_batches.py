@@ -106,7 +106,7 @@ class MicroBatches:
         """``optimizer.step()`` is done: learn how many backwards a step has."""
         if self._backwards and not self._declared:
             # One step with fewer may be the rest of an epoch: only two alike in a row are believed.
-            if self._backwards in (max(self._backwards, self.expected or 0), self._last):
+            if self._backwards >= (self.expected or 0) or self._backwards == self._last:
                 self.expected = self._backwards
             self._last = self._backwards
         # Forwards whose backward never ran: a later one would read parameters of this step, and autograd refuses it.

@@ -4,7 +4,7 @@ Guarantees: a gradient is applied in the backward only where no other one of the
 nothing asks for gradients in between (``holds``). What is held is applied by ``finish_step``, with what the hyper-parameters
 are then. An update that fails tears the step, also where it runs beside the next forward.
 
-Assumes: as ``engine``, one thread, and calls in the order of a training loop.
+Assumes: as ``engine``, one call at a time, and calls in the order of a training loop.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class StepUpdates:
 
     def waits(self, slot: int) -> bool:
         """Whether there is a gradient of ``slot`` that waits for ``step``. Raises ``StepError`` where there was one, and it
-        has been applied already."""
+        has been applied already, and ``ValueError`` where the optimizer was not given the parameter."""
         if self._micro_batches.torn:
             return False
         if slot in self.dropped:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from lohan_fx.forecasting.forecast import PRICE_YEARS, Forecast
-from lohan_fx.plan import FETCHES_LANE, UPDATES_LANE, Division, OptimizerTiming, Recompute, Stage, Tier
+from lohan_fx.plan import FETCHES_BOUND, UPDATES_BOUND, Division, OptimizerTiming, Recompute, Stage, Tier
 from lohan_fx.planning.disk_space import capacity_bytes, disk_text, stored_bytes
 from lohan_fx.planning.memory_model import states_bytes
 from lohan_fx.reporting.plan_table import DECISIONS, division_table, table, windows_lines
@@ -26,7 +26,7 @@ _TIMINGS = {
     OptimizerTiming.AFTER_BACKWARD: "after the backward",
     OptimizerTiming.NEXT_FORWARD: "beside the next forward",
 }
-_ENDS = {FETCHES_LANE: " with compute behind the last fetch", UPDATES_LANE: " with compute before the first gradient"}
+_ENDS = {FETCHES_BOUND: " with compute behind the last fetch", UPDATES_BOUND: " with compute before the first gradient"}
 _COUNTS = {"tokens": "tokens/s", "images": "images/s", "samples": "samples/s"}
 
 

@@ -72,7 +72,7 @@ def meta_capture(
     trace = functools.partial(_trace, model, inputs, device)
     if blocks is not None and len(blocks.blocks) > LEAST_BLOCKS:
         try:
-            return _unrolled(model, trace, facts, slots, blocks)
+            return _unrolled(trace, facts, slots, blocks)
         except BlocksDiffer as error:
             note = f"every block was traced: {error}"
     taken = trace()
@@ -90,7 +90,6 @@ def first_line(error: Exception) -> str:
 
 
 def _unrolled(
-    model: nn.Module,
     trace: Callable[[], _Taken],
     facts: tuple[ParameterFacts, ...],
     slots: Mapping[str, int],

@@ -8,7 +8,7 @@ policy of the same name is another question, and often more: ``lohan-fx plan --m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,11 +124,3 @@ MEMORY: Mapping[str, SystemMemory] = {
     **dict.fromkeys(("flashneuron", "capuchin", "checkmate", "str", "vdnn", "superneurons"), DeviceMemory()),
 }
 """By policy. Angel-PTM, G10 and SwapAdvisor are not here: the papers say too little of their memory; nor is what only we have."""
-
-
-def largest_that_fits(
-    memory: SystemMemory, models: Iterable[TransformerCounts], device_bytes: float, host_bytes: float
-) -> TransformerCounts | None:
-    """The largest of ``models`` by parameters that ``memory`` can train; None for none."""
-    fitting = [c for c in models if not memory.needs(c).short(device_bytes, host_bytes)]
-    return max(fitting, key=lambda c: c.dims.parameters, default=None)

@@ -169,11 +169,14 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
     if request.budgets.shared or not swapped or lacks_drives:
         return plan, problem
     began = _simulated(plan, rewrites, request)
-    for change in (_taking_turns, _with_wider_windows):
+    for takes_turns in (True, False):
         waits = waits_s(began)
         if waits.get(COMING_BACK, 0.0) + waits.get(LEAVING, 0.0) < staging.WORTH_IT * began.step_s:
             break
-        asked = change(plan, problem, rewrites, request, began)
+        if takes_turns:
+            asked = dataclasses.replace(problem, in_turns=True)
+        else:
+            asked = _with_wider_windows(plan, problem, rewrites, request, began)
         if asked == problem:
             continue
         try:
@@ -186,11 +189,6 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
         if found.step_s < began.step_s:
             plan, problem, began = again, asked, found
     return plan, problem
-
-
-def _taking_turns(plan: Plan, problem: Problem, rewrites: Rewrites, request: Request, began: Simulation) -> Problem:
-    """``problem`` with activations that stay and activations that go in turns."""
-    return dataclasses.replace(problem, in_turns=True)
 
 
 def _with_wider_windows(

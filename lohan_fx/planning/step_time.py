@@ -15,10 +15,10 @@ from lohan_fx.passes.decision_model import Adds, LaneTime, Line, Quantity
 from lohan_fx.passes.lane_jobs import jobs_of_parameter, jobs_of_transfer
 from lohan_fx.passes.traffic import blocking_written_bytes, hands_gradient_over, states_read_bytes
 from lohan_fx.plan import (
-    FETCHES_LANE,
+    FETCHES_BOUND,
     PYTHON_LANE,
     SUM_BYTES,
-    UPDATES_LANE,
+    UPDATES_BOUND,
     OptimizerTiming,
     ParameterPlan,
     Plan,
@@ -415,7 +415,7 @@ def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, 
 
 
 def _links(fixed: Stage, slopes: Mapping[str, Adds]) -> tuple[LaneTime, ...]:
-    lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, FETCHES_LANE, UPDATES_LANE))
+    lanes = (lane for lane in fixed.lanes_s if lane not in (Lane.SSD.value, FETCHES_BOUND, UPDATES_BOUND))
     return tuple(LaneTime((Line(fixed.lanes_s[lane], slopes.get(lane, {})),)) for lane in lanes)
 
 

@@ -1,7 +1,7 @@
 """dump: a compiled model or a plan as text that reads top to bottom, or as data.
 
-The text is stable: the same model, inputs and hardware profile give the same text in every run. Tests compare it with
-golden files, so nothing in it may be an address, a slot number or a measured time.
+The text is stable: the same model, inputs and hardware profile give the same text in every run, unless the profile is of this
+machine, whose ops are timed. Tests compare it with golden files, so nothing in it may be an address or a slot number.
 """
 
 from __future__ import annotations

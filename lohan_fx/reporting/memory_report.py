@@ -54,11 +54,6 @@ class MemoryReport:
     op: str
     rows: tuple[MemoryRow, ...]
 
-    @property
-    def unaccounted_bytes(self) -> int:
-        """What no book explains; negative where they explain more than there was: memory handed out and not touched."""
-        return next(row.bytes for row in self.rows if row.purpose == UNACCOUNTED)
-
     def __str__(self) -> str:
         rows = [
             [row.purpose, _mib(row.bytes), "" if row.planned_bytes is None else _mib(row.planned_bytes)]

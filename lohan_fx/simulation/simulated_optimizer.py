@@ -41,8 +41,8 @@ class _Chunk:
     reads: list[Signal] = field(default_factory=list)
 
 
-def applied_late(parameter: ParameterPlan) -> bool:
-    """Whether the update waits for the end of the backward (``states.applied_late``)."""
+def waits_for_step(parameter: ParameterPlan) -> bool:
+    """Whether the gradient is held until the backward is over: the update runs in ``step()`` or beside the next forward."""
     return parameter.gradient_home is not None
 
 
@@ -72,7 +72,7 @@ class SimulatedOptimizer:
             machine.compute.waiting_for = f"states of {parameter.name}"
             yield states
         self._taken.setdefault(parameter.name)
-        late = applied_late(parameter)
+        late = waits_for_step(parameter)
         if late and self._stays(parameter):
             machine.memory.change(graph=-held_bytes)
             self._held.append(parameter)

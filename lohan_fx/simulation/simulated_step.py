@@ -37,7 +37,8 @@ LANES = ("compute", "h2d", "d2h", "ssd", "cpu")
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step; several in a row are alike, because ``step`` is a barrier.
+    """One simulated step; several in a row are alike, because ``step`` is a barrier for all but ``NEXT_FORWARD`` updates, of
+    which the step before has left as many.
 
     ``tail_s``: from the end of the backward to the end of ``optimizer.step()``. ``busy_s``: seconds in which a lane
     (compute, h2d, d2h, ssd, cpu) worked, however many threads it has; ``stall_s``: those in which compute waited for
