@@ -71,91 +71,114 @@ def backend_for(model: Linked, module: str) -> Callable[[GraphModule, list[torch
         assert model is not None, "a model that is gone was called"
         model.capture_begins()
         _refuse_replaced_parameters(model, example_inputs)
-        found = shells_among(example_inputs)
-        slots = range(0)
-        compiled: dict[str, dict[str, Run]] = {}
-        coming: dict[str, Rises] = {}
-        obeyed: list[Plan] = []
-        kept: list[int | None] = []
-        lowered: list[Callable[[list[Any]], Any]] = []
-        assigned: dict[str, Assignment] = {}
-        sources: dict[int, Collection[int]] = {}
-        workspace, room = model.workspace, model.room
-
-        def training(
-            joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
-        ) -> tuple[GraphModule, GraphModule]:
-            nonlocal slots
-
-            def activation_slots(count: int) -> range:
-                nonlocal slots
-                slots = ops.new_slots(count) if count else range(0)
-                return slots
-
-            hold_up_to_traced(joint)
-            parameters = parameters_of(joint, found)
-            halves, plan = compile_training(
-                joint,
-                model.request(),
-                num_outputs=num_fwd_outputs,
-                parameters=parameters,
-                activation_slots=activation_slots,
-            )
-            halves.module = module
-            again = functools.partial(replan, joint, num_fwd_outputs, parameters)
-            model.link(halves, plan, swap_sizes=swap_sizes_bytes(halves), slots=slots, replan=again)
-            compiled.update(halves.compiled)
-            assigned.update(halves.assigned)
-            sources.update(sources_of(halves))
-            obeyed.append(plan)
-            kept.append(kept_output(halves, plan))
-            room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
-            coming.update(_host_rises(halves, plan))
-            backward = halves.backward
-            assert backward is not None
-            # AOTAutograd would lower a copy of it as the first backward comes, beside all that its forward has kept.
-            lowered.append(run(backward, "backward", lambda: model.backward(coming["backward"], plan, sources)))
-            setattr(backward, "__deepcopy__", lambda _: backward)  # noqa: B010  of this one, which has no such attribute
-            return halves.forward, backward
-
-        def inference(graph: GraphModule, inputs: Any) -> Any:
-            halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, found))
-            halves.module = module
-            model.link(halves, plan, swap_sizes=(), slots=range(0), replan=None)
-            assigned.update(halves.assigned)
-            coming.update(_host_rises(halves, plan))
-            return run(halves.forward, "forward", lambda: model.forward(coming["forward"], plan, training=False))
-
-        def run(
-            graph: GraphModule,
-            half: str,
-            around: Callable[[], AbstractContextManager[None]],
-            after: After | None = None,
-        ) -> Any:
-            graph = replace_segments(graph, compiled.get(half, {}))
-            function = linked(graph, assigned.get(half), workspace, shared_bytes(assigned), room)
-            # What compiling its code took.
-            process_memory.return_free_memory()
-            return _guarded(function, around, after)
-
-        def forward(graph: GraphModule, inputs: Any) -> Any:
-            _let_backward_run_again()
-            return run(graph, "forward", lambda: model.forward(coming["forward"], obeyed[0], training=True), waits)
-
-        def waits(outputs: Sequence[Any]) -> None:
-            if kept[0] is not None:
-                model.waits(obeyed[0], outputs[kept[0]])
-
-        graph = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=lambda *_: lowered[0],
-            inference_compiler=inference,
-            partition_fn=training,
-            decompositions=DECOMPOSITIONS,
-        )(gm, example_inputs)
-        return noting_undefined(graph, sources)
+        return _Capture(model, module, shells_among(example_inputs)).compile(gm, example_inputs)
 
     return backend
+
+
+class _Capture:
+    """One Dynamo graph on its way through AOTAutograd, and what one of our answers to that leaves for the next.
+
+    Of a graph that trains AOTAutograd asks for the two halves of the joint graph (``_partition``), then for what runs the forward
+    and the backward; of another for what runs it (``_inference``).
+    """
+
+    def __init__(self, model: Linked, module: str, shells: dict[int, ParameterInput]) -> None:
+        self._model = model
+        self._module = module
+        self._shells = shells
+        self._plan: Plan | None = None
+        self._kept: int | None = None
+        self._sources: dict[int, Collection[int]] = {}
+        self._rises: dict[str, Rises] = {}
+        self._segments: dict[str, dict[str, Run]] = {}
+        self._assigned: dict[str, Assignment] = {}
+        self._backward: Callable[[list[Any]], Any] | None = None
+
+    def compile(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graph = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=lambda *_: self._backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+            decompositions=DECOMPOSITIONS,
+        )(gm, example_inputs)
+        return noting_undefined(graph, self._sources)
+
+    def _partition(
+        self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        slots = range(0)
+
+        def activation_slots(count: int) -> range:
+            nonlocal slots
+            slots = ops.new_slots(count) if count else range(0)
+            return slots
+
+        model = self._model
+        hold_up_to_traced(joint)
+        parameters = parameters_of(joint, self._shells)
+        halves, plan = compile_training(
+            joint,
+            model.request(),
+            num_outputs=num_fwd_outputs,
+            parameters=parameters,
+            activation_slots=activation_slots,
+        )
+        again = functools.partial(replan, joint, num_fwd_outputs, parameters)
+        self._link(halves, plan, slots, again)
+        self._plan = plan
+        self._kept = kept_output(halves, plan)
+        self._sources.update(sources_of(halves))
+        model.room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
+        backward = halves.backward
+        assert backward is not None
+        # AOTAutograd would lower a copy of it as the first backward comes, beside all that its forward has kept.
+        rises, sources = self._rises["backward"], self._sources
+        self._backward = self._runs(backward, "backward", lambda: model.backward(rises, plan, sources))
+        setattr(backward, "__deepcopy__", lambda _: backward)  # noqa: B010  of this one, which has no such attribute
+        return halves.forward, backward
+
+    def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        _let_backward_run_again()
+        model, plan, kept, rises = self._model, self._plan, self._kept, self._rises["forward"]
+        assert plan is not None, "AOTAutograd asks for the halves first"
+
+        def waits(outputs: Sequence[Any]) -> None:
+            if kept is not None:
+                model.waits(plan, outputs[kept])
+
+        return self._runs(graph, "forward", lambda: model.forward(rises, plan, training=True), waits)
+
+    def _inference(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        model = self._model
+        halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, self._shells))
+        self._link(halves, plan, range(0), None)
+        rises = self._rises["forward"]
+        return self._runs(halves.forward, "forward", lambda: model.forward(rises, plan, training=False))
+
+    def _link(self, halves: Halves, plan: Plan, slots: range, again: Replan | None) -> None:
+        halves.module = self._module
+        swap_sizes = swap_sizes_bytes(halves) if halves.backward is not None else ()
+        self._model.link(halves, plan, swap_sizes=swap_sizes, slots=slots, replan=again)
+        self._segments.update(halves.compiled)
+        self._assigned.update(halves.assigned)
+        self._rises.update(_host_rises(halves, plan))
+
+    def _runs(
+        self,
+        graph: GraphModule,
+        half: str,
+        around: Callable[[], AbstractContextManager[None]],
+        after: After | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """What runs ``graph``: its segments compiled, its values in their places, inside the runtime's guard ``around``."""
+        graph = replace_segments(graph, self._segments.get(half, {}))
+        shared = shared_bytes(self._assigned)
+        function = linked(graph, self._assigned.get(half), self._model.workspace, shared, self._model.room)
+        # What compiling its code took.
+        process_memory.return_free_memory()
+        return _guarded(function, around, after)
 
 
 def _let_backward_run_again() -> None:

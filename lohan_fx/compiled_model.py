@@ -8,10 +8,8 @@ import functools
 import gc
 import logging
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +24,10 @@ from lohan_fx.errors import CaptureError, InfeasiblePlan
 from lohan_fx.module_calls import Call, Key, ModuleCalls
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
+from lohan_fx.parameters.module_methods import ModuleMethods
 from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.reached import Sources, reached
-from lohan_fx.parameters.saved_dtype import note_dtype
-from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell, moving, streaming
+from lohan_fx.parameters.shell import Shell, captures, capturing, make_shell
 from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.symbolic_sizes import is_symbolic
 from lohan_fx.passes.touched_values import brought_bytes
@@ -51,11 +49,6 @@ _LOG = logging.getLogger(__name__)
 
 ATTRIBUTE = "_lohan_fx"
 RECOMPILE_LIMIT = 64
-_ASSIGNS = "assign_to_params_buffers"
-_NO_ASSIGNING = (
-    "load_state_dict(assign=True) would replace offloaded parameters by tensors in memory: use assign=False, which writes the "
-    "values where the parameters are"
-)
 EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
 _MAPPED_AT_LIMIT_BYTES = STEP_BYTES // 2
@@ -146,16 +139,9 @@ class CompiledModel:
         for slot, original in self._originals.items():
             for module, name in original.places:
                 module._parameters[name] = shells[slot]
-        for module in {module for original in self._originals.values() for module, _ in original.places}:
-            self._replace(module, "_save_to_state_dict", self._save)
-            self._replace(module, "_load_from_state_dict", self._load)
-            self._replace(module, "_apply", self._moved)
-        for module in self.model.modules():
-            self._replace(module, "state_dict", self._save_all)
-            self._replace(module, "load_state_dict", self._load_all)
-        self._replace(self.model, "zero_grad", self._zero_grad)
-        if hasattr(self.model, "save_pretrained"):
-            self._replace(self.model, "save_pretrained", self._save_pretrained)
+        methods = ModuleMethods(self.engine, self._request.compute_dtype)
+        self._restore.append(methods.undo)
+        methods.replace(self.model, {module for original in self._originals.values() for module, _ in original.places})
         self._restore.append(register_optimizer_step_pre_hook(refuse_foreign_step).remove)
         self.engine.on_stage = self.checks.begins
         self._at_exit()
@@ -203,42 +189,52 @@ class CompiledModel:
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self.engine.one_call(), _capturing():
-            if self._untidy_calls:
-                # ``prepare`` is one call, and AOTAutograd lets go of its records as the first backward comes.
-                self._untidy_calls -= 1
-                self._tidy_up()
-                self._expect_peak()
-            if self._replan is not None and self.checks.has_learned and torch.is_grad_enabled():
-                self._correct()
-            training = torch.is_grad_enabled()
-            if training and self._lacks_room():
-                self._leave_room()
-            key = module, training
+            self._before_call()
+            key = module, torch.is_grad_enabled()
             if key not in self._calls:
                 self.capture_begins()  # of the first; Dynamo's own part of it comes before the backend is asked
-            call, why, graphs = self._calls[key], "", 0
-            while True:
-                try:
-                    returned = captured(self.model, functools.partial(call, *args, **kwargs))
-                except Prepared:
-                    self._has_captured(key, call, why, graphs)
-                    raise
-                except InfeasiblePlan as error:
-                    if self._did_before(error):
-                        continue
-                    if not (training and self._shapes_may_go()):
-                        raise
-                except (CaptureError, TorchDynamoException) as error:
-                    if why or not self._calls.was_for_many(key, error):
-                        raise
-                    call, why, graphs = self._calls.for_each_shape(key), str(error), len(self.plans)
+            return self._called(key, args, kwargs)
+
+    def _before_call(self) -> None:
+        """What the calls so far have told: memory goes back, and plans change."""
+        if self._untidy_calls:
+            # ``prepare`` is one call, and AOTAutograd lets go of its records as the first backward comes.
+            self._untidy_calls -= 1
+            self._tidy_up()
+            self._expect_peak()
+        if torch.is_grad_enabled():
+            if self._replan is not None and self.checks.has_learned:
+                self._correct()
+            if self._lacks_room():
+                self._leave_room()
+
+    def _called(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs of a call, captured where its shape is new. Where that fails, again: with room for fewer forwards, traced
+        for one shape at a time, or with the graphs for other shapes gone, whichever was in its way."""
+        call, why, graphs = self._calls[key], "", 0
+        _, training = key
+        while True:
+            try:
+                returned = captured(self.model, functools.partial(call, *args, **kwargs))
+            except Prepared:
+                self._has_captured(key, call, why, graphs)
+                raise
+            except InfeasiblePlan as error:
+                if self._did_before(error):
                     continue
-                else:
-                    self._has_captured(key, call, why, graphs)
-                    return returned
-                # Not before here: the error leads to all of the graph that has got no plan.
-                self._let_shapes_go()
-                graphs = len(self.plans)
+                if not (training and self._shapes_may_go()):
+                    raise
+            except (CaptureError, TorchDynamoException) as error:
+                if why or not self._calls.was_for_many(key, error):
+                    raise
+                call, why, graphs = self._calls.for_each_shape(key), str(error), len(self.plans)
+                continue
+            else:
+                self._has_captured(key, call, why, graphs)
+                return returned
+            # Not before here: the error leads to all of the graph that has got no plan.
+            self._let_shapes_go()
+            graphs = len(self.plans)
 
     def _shapes_may_go(self) -> bool:
         """Whether there are graphs for other shapes, and none of them has a backward to run."""
@@ -250,7 +246,7 @@ class CompiledModel:
         warnings.warn(
             f"host_memory has no room for the graphs of one more input shape beside {len(self.training_graphs())} others: these "
             "go, and are captured again where their shapes come again; pad batches to fewer sizes, or promise more host_memory",
-            stacklevel=6,
+            stacklevel=7,
         )
         self._replan = None
         self._forget_training()
@@ -264,7 +260,7 @@ class CompiledModel:
         warnings.warn(
             f"{type(module).__name__} cannot be traced for inputs of several sizes at once, so each shape gets graphs and a plan "
             f"of its own (compile(dynamic=False) says so beforehand): {why}",
-            stacklevel=6,
+            stacklevel=7,
         )
         if training:
             self._forget_training(before=graphs, but=call)
@@ -304,68 +300,6 @@ class CompiledModel:
         self._restore.append(functools.partial(atexit.unregister, close))
         living.append(self)
         self._restore.append(functools.partial(living.remove, self))
-
-    def _replace(self, module: nn.Module, name: str, ours: Callable[..., None]) -> None:
-        """``module.name(...)`` is ``ours(its own method, ...)`` until the model is released."""
-        object.__setattr__(module, name, functools.partial(ours, getattr(module, name)))
-        self._restore.append(functools.partial(object.__delattr__, module, name))
-
-    def _save(self, original: Callable[..., None], *args: Any) -> None:
-        self.engine.before_reading()
-        with streaming():
-            original(*args)
-
-    def _load(
-        self, original: Callable[..., None], state_dict: object, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        if local_metadata.get(_ASSIGNS):
-            raise ValueError(_NO_ASSIGNING)
-        self.engine.before_writing()
-        with streaming():
-            original(state_dict, prefix, local_metadata, *args)
-
-    def _save_all(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All of one moment, whatever another thread trains meanwhile."""
-        with self.engine.one_call():
-            return original(*args, **kwargs)
-
-    def _load_all(
-        self, original: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """PyTorch notes ``assign=True`` in the dictionary, where it is still found when that is loaded again without."""
-        if assign:
-            raise ValueError(_NO_ASSIGNING)
-        if (noted := getattr(state_dict, "_metadata", None)) is not None:
-            state_dict = OrderedDict(state_dict)
-            cleared = {prefix: {k: v for k, v in local.items() if k != _ASSIGNS} for prefix, local in noted.items()}
-            setattr(state_dict, "_metadata", cleared)  # noqa: B010  of which mypy knows nothing
-        with self.engine.one_call():
-            return original(state_dict, strict=strict)
-
-    def _save_pretrained(self, original: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers notes the dtype that the model computes in, and would load in it what is written, the masters."""
-        if kwargs.get("push_to_hub"):
-            raise ValueError(
-                "save_pretrained(push_to_hub=True) would upload a config that names another dtype than the weights have: call "
-                "model.push_to_hub(...) instead"
-            )
-        returned = original(save_directory, *args, **kwargs)
-        given = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
-        saved = {value.dtype for value in (given or {}).values() if value.is_floating_point()}
-        if given is None:
-            saved = {slot.master_dtype for slot in self.engine.slots.values()}
-        if saved:
-            widest = max(saved, key=lambda dtype: dtype.itemsize)
-            note_dtype(Path(save_directory), self._request.compute_dtype, str(widest).removeprefix("torch."))
-        return returned
-
-    def _moved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with moving():
-            return original(*args, **kwargs)
-
-    def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
-        self.engine.drop_gradients()
-        original(set_to_none)
 
     # --- what the backend asks for ----------------------------------------------------------------------------
 
@@ -501,7 +435,7 @@ class CompiledModel:
         warnings.warn(
             f"no plan has room for the {self._request.forwards} forwards that wait for their backwards at once, so plans go on "
             f"counting {self._forwards_before}, and memory may pass the promise: {why}",
-            stacklevel=6,
+            stacklevel=7,
         )
         self._request = dataclasses.replace(self._request, forwards=self._forwards_before)
         self._learns_forwards = False
