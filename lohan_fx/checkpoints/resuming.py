@@ -166,6 +166,11 @@ def _difference(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
     if not there:
         return f"the checkpoint is of another model: it has no parameter {name}"
     different = [field for field in here if here[field] != there.get(field)]
+    if different == ["master_dtype"]:  # trained ones are float32 in any case
+        return (
+            f"{name} is frozen, so the checkpoint holds it in the dtype that it had, torch.{there['master_dtype']}, and this "
+            f"model has it in torch.{here['master_dtype']}: build the model in the same dtype"
+        )
     if different and {*different} <= {"compute_dtype", "master_dtype"}:
         was, now = (f"compute_dtype=torch.{one['compute_dtype']}" for one in (there, here))
         return (

@@ -268,6 +268,12 @@ def test_another_model_is_refused(begin: Begin, directory: Path) -> None:
     wider.layers[0] = nn.Linear(WIDTH, WIDTH + 1)
     with pytest.raises(ValueError, match=r"another model: of layers.0.weight, shape is .* here and .* there"):
         lohan_fx.compile(wider, profile(), nvme=directory, resume_from_checkpoint=True)
+    with pytest.raises(
+        ValueError, match=r"layers.0.weight is frozen, .* had, torch.float32, .* has it in torch.float16: build"
+    ):
+        half = Noisy()
+        half.layers[0].weight.data = half.layers[0].weight.data.half()
+        lohan_fx.compile(half, profile(), nvme=directory, resume_from_checkpoint=True)
     assert (directory / STORE_NAME).read_bytes() == before
 
 
