@@ -118,6 +118,14 @@ def saved_groups(state: Mapping[str, Any], optimizer: Adam) -> list[dict[str, An
                 f"param group {index} of the checkpoint has other parameters than the optimizer's: make the groups as "
                 "in the run that wrote it"
             )
-        groups.append({**decoded(kept["options"]), "params": list(range(first, first + len(names)))})
+        options = decoded(kept["options"])
+        # Adam goes on as either kind, AdamW only as its own. Absent where an earlier lohan_fx wrote it.
+        decouples = options.get("decoupled_weight_decay", True)
+        if options["weight_decay"] and group["decoupled_weight_decay"] and not decouples:
+            raise ValueError(
+                f"param group {index} of the checkpoint is of Adam, which adds weight decay to the gradient, and the optimizer "
+                f"is {type(optimizer).__name__}, which does not: resume with lohan_fx.Adam"
+            )
+        groups.append({**options, "params": list(range(first, first + len(names)))})
         first += len(names)
     return groups

@@ -277,6 +277,25 @@ def test_another_model_is_refused(begin: Begin, directory: Path) -> None:
     assert (directory / STORE_NAME).read_bytes() == before
 
 
+def test_another_kind_of_weight_decay_is_refused(directory: Path) -> None:
+    def begin_with(kind: type[lohan_fx.Adam], **options: Any) -> tuple[nn.Module, lohan_fx.Adam]:
+        model = lohan_fx.compile(Tiny(), profile(), nvme=directory, host_memory="2GiB", **options)
+        return model, kind(model.parameters(), weight_decay=0.1)
+
+    model, optimizer = begin_with(lohan_fx.Adam)
+    with lohan_fx.releasing(model):
+        lohan_fx.checkpoint(model, optimizer)
+    model, optimizer = begin_with(lohan_fx.AdamW, resume_from_checkpoint=True)
+    with (
+        lohan_fx.releasing(model),
+        pytest.raises(ValueError, match=r"is of Adam, .* AdamW, .* resume with lohan_fx.Adam$"),
+    ):
+        lohan_fx.resume(model, optimizer)
+    model, optimizer = begin_with(lohan_fx.Adam, resume_from_checkpoint=True)
+    with lohan_fx.releasing(model):
+        assert lohan_fx.resume(model, optimizer) == lohan_fx.Resumed(0, None, 1)
+
+
 def test_a_scheduler_of_another_kind_is_refused_by_name(begin: Begin) -> None:
     training = begin()
     training.step()
