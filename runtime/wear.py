@@ -57,12 +57,13 @@ class Wear:
 
     def step_begins(self, step: int = 0, *, goes_on: bool = False) -> None:
         """A training forward is about to run, when ``step`` steps were done or dropped; ``goes_on``: a backward of its own step
-        came before. Raises ``WearBudgetExceeded`` where its step may not, or could not end in a checkpoint."""
+        came before. Raises ``WearBudgetExceeded`` where its step may not, or could not end in two checkpoints, the stop's and one
+        of the caller's own: those that the caller has made since the last step took their room."""
         if step != self._step and not goes_on:
             # Not when gradients are dropped: forwards may come before zero_grad(), and their backwards after it.
             self.step_ends()
         if self._step_began_at is None:
-            if self.is_spent(checkpoints=1):
+            if self.is_spent(checkpoints=2):
                 raise self.exceeded("nothing was written")
             self._step, self._step_began_at = step, self._scratch_here()
 

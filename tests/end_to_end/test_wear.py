@@ -200,18 +200,23 @@ def test_an_update_that_is_half_written_does_not_count_twice(nvme: Path, monkeyp
             model(batch(1))
 
 
-def test_a_step_begins_only_if_a_checkpoint_can_follow_it(nvme: Path) -> None:
-    """Of states in memory, which a checkpoint writes and a step does not: a resume with the same budget is refused."""
+def test_a_step_begins_only_if_two_checkpoints_can_follow_it(nvme: Path) -> None:
+    """Of states in memory, which a checkpoint writes and a step does not: its end's, and one that the caller makes of that. Those
+    between steps count, too, and a resume with the same budget is refused."""
     model, optimizer = begin(nvme, "lohan")
     with lohan_fx.releasing(model):
         step(model, optimizer, 0)
-        engine = compiled(model).engine
-        stored, checkpoint_bytes = engine.wear.written_bytes, engine.states.written_back_bytes()
-        assert checkpoint_bytes and not engine.wear.step_bytes
-    budget = stored + 2 * checkpoint_bytes - 1
-    model, optimizer = begin(nvme, "lohan", max_bytes_written=budget)
-    with lohan_fx.releasing(model), pytest.raises(WearBudgetExceeded, match="checkpoint 1 was made after step 1"):
-        step(model, optimizer, 0)
+        wear, checkpoint_bytes = compiled(model).engine.wear, compiled(model).engine.states.written_back_bytes()
+        assert checkpoint_bytes and not wear.step_bytes
+        wear.max_bytes = wear.written_bytes + 2 * checkpoint_bytes
+        step(model, optimizer, 1)
+        lohan_fx.checkpoint(model, optimizer)
+        with pytest.raises(WearBudgetExceeded, match="nothing was written"):
+            model(batch(2))
+        wear.max_bytes = wear.written_bytes + 2 * checkpoint_bytes  # the manifest is in no budget
+        step(model, optimizer, 2)
+        lohan_fx.checkpoint(model, optimizer)
+        budget = wear.max_bytes
     model, optimizer = begin(nvme, "lohan", max_bytes_written=budget, resume_from_checkpoint=True)
     with lohan_fx.releasing(model):
         lohan_fx.resume(model, optimizer)
