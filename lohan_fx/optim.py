@@ -104,16 +104,27 @@ class Adam(torch.optim.Optimizer):
         self._engine.micro_batches.declare(accumulation_steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; checks that the parameters are of one compiled model and the hyper-parameters in range."""
+        """As in torch; checks that the parameters are of one compiled model and the hyper-parameters in range, and that no
+        gradients are missing that autograd would have kept since before they were in a group."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             _check_hyper(group)
             self._engine = self._engine_of(group["params"])
+            self._refuse_unkept(group["params"])
         except Exception:
             self.param_groups.pop()
             raise
         self._group_of = None
+
+    def _refuse_unkept(self, shells: Iterable[Shell]) -> None:
+        unkept = set() if self._engine is None else self._engine.updates.unkept
+        if names := [shell.parameter_name for shell in shells if shell.slot in unkept]:
+            raise ValueError(
+                f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} had gradients in steps before, in no param group, to "
+                "which PyTorch would add the next ones, and which were not kept: call model.zero_grad() first, which "
+                "optimizer.zero_grad() does not replace"
+            )
 
     def _engine_of(self, parameters: Iterable[torch.Tensor]) -> Engine | None:
         """The runtime that all of these parameters, and those of the groups before, belong to."""

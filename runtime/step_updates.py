@@ -32,7 +32,8 @@ class StepUpdates:
     """The updates of the step under way, of all parameters of one model.
 
     ``options`` is the optimizer's; ``applied_with`` are the hyper-parameters of the updates of the step under way, ``dropped``
-    the slots of which a gradient came while the optimizer lacked them.
+    the slots of which a gradient came while the optimizer lacked them, ``unkept`` those of earlier steps, where autograd would
+    have added to them until the model's ``zero_grad``.
     ``holds``: gradients wait until ``step``, and the updates then run beside the next forward (docs/0014). ``step`` counts
     the steps whose gradients were applied or dropped, ``finished`` those of them that ``finish_step`` has ended: what a forward
     has kept may have a backward after ``drop``.
@@ -50,6 +51,7 @@ class StepUpdates:
         self.step = 0
         self.finished = 0
         self.dropped: set[int] = set()
+        self.unkept: set[int] = set()
         self._taken: dict[int, None] = {}
         self._reached: Collection[int] = frozenset()
         self._applying = self._holding = False
@@ -179,6 +181,7 @@ class StepUpdates:
         if self._micro_batches.torn:
             return
         self.dropped.discard(slot)
+        self.unkept.discard(slot)
         if slot in self.applied_with:
             self._micro_batches.gradients_dropped()
         if not self._gradients.holds(slot):
@@ -299,6 +302,7 @@ class StepUpdates:
         """The gradients of this step are applied, on their way to be, or dropped."""
         self._gradients.forget()
         self.step += 1
+        self.unkept |= self.dropped
         self.dropped.clear()
         self.applied_with.clear()
         self._holding = False

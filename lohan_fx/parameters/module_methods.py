@@ -113,4 +113,5 @@ class ModuleMethods:
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         self._engine.drop_gradients()
+        self._engine.updates.unkept.clear()
         original(set_to_none)

@@ -156,7 +156,8 @@ def test_a_group_added_later(models: tuple[nn.Module, nn.Module]) -> None:
     optimizer = AdamW(model.layers[0].parameters(), lr=0.01)
     reference = torch.optim.AdamW(plain.layers[0].parameters(), lr=0.01, foreach=False)
     assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
-    plain.zero_grad()  # torch kept the gradients of what nobody trained
+    for one in (model, plain):
+        one.zero_grad()  # torch kept the gradients of what nobody trained
     for number, (added_to, source) in enumerate([(optimizer, model), (reference, plain)]):
         added_to.add_param_group({"params": source.layers[1].parameters(), "lr": 0.5})
         assert len(added_to.param_groups) == 2, number
@@ -205,6 +206,26 @@ def test_a_parameter_that_leaves_its_group_too_late(models: tuple[nn.Module, nn.
         optimizer.step()
     optimizer.param_groups[0]["params"] = shells
     optimizer.step()
+
+
+def test_a_group_whose_earlier_gradients_were_not_kept(models: tuple[nn.Module, nn.Module]) -> None:
+    """PyTorch adds those of the steps before to its first: ``optimizer.zero_grad`` clears those of the groups alone."""
+    model, plain = models
+    optimizer = AdamW(model.layers[0].parameters(), lr=0.01, accumulation_steps=1)
+    reference = torch.optim.AdamW(plain.layers[0].parameters(), lr=0.01, foreach=False)
+    assert train(model, optimizer, range(2)) == train(plain, reference, range(2))
+    with pytest.raises(
+        ValueError, match=r"^layers\.1\.weight, layers\.1\.bias had gradients .* call model\.zero_grad\(\) first"
+    ):
+        optimizer.add_param_group({"params": model.layers[1].parameters()})
+    model.layers[2].weight.grad = None
+    optimizer.add_param_group({"params": [model.layers[2].weight]})
+    reference.add_param_group({"params": [plain.layers[2].weight]})
+    for one, its in ((model, optimizer), (plain, reference)):
+        one.zero_grad()
+        its.add_param_group({"params": one.layers[1].parameters()})
+    assert train(model, optimizer, range(3)) == train(plain, reference, range(3))
+    same_weights(model, plain)
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
