@@ -30,6 +30,10 @@ LARGEST_OF_OTHERS = dict.fromkeys(
 """Of settings that a config may leave out. Transformers makes a name for each label."""
 
 
+_ASKING = {"batch": "--batch, --best-batch and --vary batch", "seq": "--seq and --vary seq"}
+"""The options by which a function is given an argument."""
+
+
 class UserCodeError(ValueError):
     """A function of the user's file raised; ``__cause__`` is what."""
 
@@ -312,7 +316,8 @@ def _check_call(spec: str, make: Callable[..., object], given: Mapping[str, int]
     for name, value in given.items():
         if name not in signature.parameters and not takes_all:
             raise ValueError(
-                f"--{name} is {value}, but {spec} decides that itself: let the function take {name!r}, or leave --{name} out"
+                f"{name}={value} is asked for, but {spec} decides that itself: let the function take {name!r}, or leave out "
+                f"{_ASKING[name]}"
             )
     try:
         signature.bind(**given)
