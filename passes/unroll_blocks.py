@@ -99,22 +99,22 @@ class _Blocks:
         """Raise ``BlocksDiffer`` unless the inner blocks are equal and follow one another."""
         inner = range(1, LEAST_BLOCKS - 1)
         if not self.members[_MIDDLE]:
-            raise BlocksDiffer(f"no node is in {self.prefix}.{_MIDDLE}")
+            raise BlocksDiffer(f"{self.prefix}.{_MIDDLE} computes nothing by itself")
         for number in inner:
             if len(self.members[number]) != len(self.members[_MIDDLE]):
                 raise BlocksDiffer(
-                    f"{self.prefix}.{number} has {len(self.members[number])} nodes, {self.prefix}.{_MIDDLE} has "
+                    f"{self.prefix}.{number} takes {len(self.members[number])} operations, {self.prefix}.{_MIDDLE} takes "
                     f"{len(self.members[_MIDDLE])}"
                 )
             for node, like in zip(self.members[number], self.members[_MIDDLE], strict=True):
                 if not self._equal(node, like):
                     raise BlocksDiffer(
-                        f"{self.prefix}.{number}: {node.format_node()} differs from {like.format_node()}"
+                        f"{self.prefix}.{number} does not compute what {self.prefix}.{_MIDDLE} does: {_differ(node, like)}"
                     )
         self._check_order()
         for node, block in self.block.items():
             if block is None and node.op != "output" and any(self.block[n] in inner for n in node.all_input_nodes):
-                raise BlocksDiffer(f"{node.name}, which is outside of the blocks, reads from inside of one")
+                raise BlocksDiffer(f"{_called(node)}, which is outside of the blocks, reads from inside of one")
 
     def check_parameters(self, names: Mapping[str, str]) -> None:
         """Raise ``BlocksDiffer`` where one of a block is read elsewhere; ``names``: placeholder -> parameter."""
@@ -161,7 +161,17 @@ class _Blocks:
                 str(_MIDDLE - 1),
                 str(_MIDDLE + 1),
             ]:
-                raise BlocksDiffer(f"the nodes of {self.prefix}.{_MIDDLE} are mixed with others")
+                raise BlocksDiffer(f"the operations of {self.prefix}.{_MIDDLE} are mixed with others")
+
+
+def _called(node: Node) -> str:
+    """What a user knows ``node`` by, who never sees the graph."""
+    return "an input" if node.op == "placeholder" else str(node.target)
+
+
+def _differ(node: Node, like: Node) -> str:
+    names = _called(node), _called(like)
+    return f"{names[0]} where that has {names[1]}" if names[0] != names[1] else f"{names[0]} of other values"
 
 
 class _Unrolled:
