@@ -16,7 +16,7 @@ import torch
 
 from lohan_fx import meta
 from lohan_fx.cost import Work
-from lohan_fx.errors import InfeasiblePlan
+from lohan_fx.errors import InfeasiblePlan, NoDrive
 from lohan_fx.forecasting.meta_capture import MetaCapture
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.pipeline import plan_training
@@ -29,7 +29,7 @@ from lohan_fx.planning.budgets import (
     mean_request_bytes,
 )
 from lohan_fx.planning.disk_space import capacity_bytes, disk_bytes, endurance_bytes, stored_bytes
-from lohan_fx.planning.memory_model import lowest_tier
+from lohan_fx.planning.memory_model import in_memory_bytes, lowest_tier
 from lohan_fx.planning.predict import work_of
 from lohan_fx.policies import named
 from lohan_fx.request import Request
@@ -202,7 +202,8 @@ def forecast(subject: Subject, asked: Asked) -> Forecast:
                 parameters=subject.capture.parameters,
             )
     except InfeasiblePlan as error:
-        error.args = (_with_what_there_is(str(error), asked.hw),)
+        needs = "" if asked.hw.nvme or isinstance(error, NoDrive) else _beside_states(request)
+        error.args = (_with_what_there_is(str(error), asked.hw) + needs,)
         raise
     _check_drives(plan, asked)
     if why_not := named(asked.policy).why_not:
@@ -224,6 +225,12 @@ def _with_what_there_is(why: str, hw: HardwareProfile) -> str:
         return found[0] + (f", and {hw.name!r} has {format_bytes(most)}" if beyond else "")
 
     return re.sub(r"(host|device)_memory=([\d,]+) would fit", said, why)
+
+
+def _beside_states(request: Request) -> str:
+    """What promises that hold a plan hold only with a drive, where there is none."""
+    nbytes = in_memory_bytes(request.parameters, shared=request.budgets.shared)
+    return f"; {request.hw.name!r} has no drive: parameters and states, {nbytes:,} bytes, have to fit beside that"
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from lohan_fx.passes.search import Choice, search, useful
 from lohan_fx.plan import Keep, Plan, Recompute, Swap, Tier, Windows
 from lohan_fx.planning.division import division_of
 from lohan_fx.planning.joint_model import JointModel, joint_model, parameters_of, plan_of, plans_of
-from lohan_fx.planning.memory_model import check, missing, resident_bytes
+from lohan_fx.planning.memory_model import check, in_memory_bytes, missing, resident_bytes
 from lohan_fx.planning.placement import placed
 from lohan_fx.planning.plan_builder import build_plan, default_homes, saving
 from lohan_fx.planning.prefetch import with_prefetch
@@ -258,7 +258,7 @@ def _narrowed(windows: Windows, share: float) -> Windows:
 def _needs_drives(problem: Problem, hw: HardwareProfile, least: Plan) -> None:
     if hw.nvme:
         return
-    nbytes = sum(p.bytes + 12 * p.numel * p.trainable for p in problem.parameters)
+    nbytes = in_memory_bytes(problem.parameters, shared=problem.budgets.shared)
     raise NoDrive(
         f"policy {problem.policy!r} needs a drive, and the hardware profile {hw.name!r} has none: parameters and states take "
         f"{nbytes:,} bytes, which {least.device} and host memory ({problem.budgets.host_memory_bytes:,} bytes) cannot hold "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
 from lohan_fx.planning.budgets import least_promise, staging_bytes
-from lohan_fx.planning.problem import Problem
+from lohan_fx.planning.problem import ParameterFacts, Problem
 
 _AHEAD = ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes")
 """Windows in memory of the device."""
@@ -39,6 +39,15 @@ def states_bytes(p: ParameterPlan, device: str) -> int:
         return 0
     same = p.home is p.states_home or (device == "cpu" and Tier.NVME not in (p.home, p.states_home))
     return STATE_BYTES * p.numel - (p.bytes if same and p.bytes == 4 * p.numel else 0)
+
+
+def in_memory_bytes(parameters: Iterable[ParameterFacts], *, shared: bool) -> int:
+    """Bytes that parameters and their states take where none of them is on a drive; ``shared``: device and host are one
+    memory, in which an fp32 master is also what the graph computes with."""
+    return sum(
+        (0 if shared and p.trainable and p.bytes == 4 * p.numel else p.bytes) + STATE_BYTES * p.numel * p.trainable
+        for p in parameters
+    )
 
 
 def at_home_bytes(plan: Plan) -> tuple[int, ...]:

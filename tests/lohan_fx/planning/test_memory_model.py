@@ -8,7 +8,8 @@ import pytest
 
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier
-from lohan_fx.planning.memory_model import at_home_bytes, states_bytes, with_less_at_home
+from lohan_fx.planning.memory_model import at_home_bytes, in_memory_bytes, states_bytes, with_less_at_home
+from lohan_fx.planning.problem import ParameterFacts
 from tests.lohan_fx.planning.test_planner import WINDOWS
 
 ELEMENTS = {"small": 10, "large": 1000, "frozen": 100, "held": 5}
@@ -92,3 +93,11 @@ def test_a_master_that_the_graph_computes_with_is_counted_once(
     trained = sum(numel for name, numel in ELEMENTS.items() if name != "frozen")
     assert sum(states_bytes(p, device) for p in single) == each * trained
     assert sum(states_bytes(p, device) for p in half) == 12 * trained
+
+
+def test_what_a_machine_without_drives_has_to_hold() -> None:
+    fp32, bf16, frozen = (
+        ParameterFacts("p", 10, nbytes, trains) for nbytes, trains in ((40, True), (20, True), (40, False))
+    )
+    assert in_memory_bytes((fp32, bf16, frozen), shared=True) == 120 + (20 + 120) + 40
+    assert in_memory_bytes((fp32, bf16, frozen), shared=False) == (40 + 120) + (20 + 120) + 40
