@@ -23,10 +23,16 @@ DEFAULT_POLICY = "lohan"
 NAMES, NUMBERS = "names", "numbers"
 PICTURES = (".png", ".pdf", ".svg")
 
+SECONDS = ("op_overhead_s", "io_core_s_per_request", "interpreter_s_per_job", "handover_s")
+SECONDS_PER_BYTE = ("io_core_s_per_byte", "clearing_s_per_byte")
 RATES = ("memory_bytes_per_s", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
 DRIVE_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s")
 PLAUSIBLE_RATE = (1e5, 1e15)
 PLAUSIBLE_BYTES = (1 << 20, 1 << 53)
+PLAUSIBLE_FLOPS = (1e7, 1e19)
+PLAUSIBLE_UPDATES = (1e4, 1e15)
+PLAUSIBLE_SECONDS = (0.0, 1.0)
+PLAUSIBLE_SECONDS_PER_BYTE = (0.0, 1e-5)
 """Outside of these a profile has other units, or more digits, than were meant."""
 
 
@@ -145,13 +151,21 @@ def _profile(arguments: argparse.Namespace) -> HardwareProfile:
 
 
 def _plausible(hw: HardwareProfile, path: str) -> HardwareProfile:
-    """``hw``; ``ValueError`` for a rate or a size that looks like GB where bytes are meant."""
+    """``hw``; ``ValueError`` for a number that is in other units than a profile's, such as GB where bytes are meant."""
     rates = [(field, getattr(hw, field)) for field in RATES]
     sizes = [(field, getattr(hw, field)) for field in ("device_memory_bytes", "host_memory_bytes")]
     for number, drive in enumerate(hw.nvme, start=1):
-        rates += [(f"{field} of nvme {number}", getattr(drive, field)) for field in DRIVE_RATES]
+        measured = [("", drive), *((f" at {rate.request_bytes} bytes", rate) for rate in drive.by_request)]
+        rates += [(f"{f} of nvme {number}{at}", getattr(rate, f)) for at, rate in measured for f in DRIVE_RATES]
         sizes.append((f"capacity_bytes of nvme {number}", drive.capacity_bytes))
+    flops = [(f"matmul_flops_per_s of {dtype}", rate) for dtype, rate in hw.matmul_flops_per_s.items()]
+    updates = [("adam_parameters_per_s", hw.adam_parameters_per_s)]
+    seconds, per_byte = ([(field, getattr(hw, field)) for field in fields] for fields in (SECONDS, SECONDS_PER_BYTE))
     for found, (least, most), unit in (
+        (flops, PLAUSIBLE_FLOPS, "flop per second (165 TFLOPS are 165e12)"),
+        (updates, PLAUSIBLE_UPDATES, "parameters per second (a billion are 1e9)"),
+        (seconds, PLAUSIBLE_SECONDS, "seconds (10 us are 1e-5)"),
+        (per_byte, PLAUSIBLE_SECONDS_PER_BYTE, "seconds per byte (60 ps are 6e-11)"),
         (rates, PLAUSIBLE_RATE, "bytes per second (21 GB/s are 21e9)"),
         (sizes, PLAUSIBLE_BYTES, "bytes (24 GiB are 25_769_803_776)"),
     ):

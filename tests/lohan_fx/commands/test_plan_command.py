@@ -615,6 +615,10 @@ def test_what_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("read_bytes_per_s", "7", "bytes per second"),
         ("host_memory_bytes", "256", "bytes (24 GiB"),
         ("capacity_bytes", "4", "bytes (24 GiB"),
+        ("bfloat16", "165.0", "flop per second"),
+        ("adam_parameters_per_s", "1.3", "parameters per second"),
+        ("op_overhead_s", "5.0", "seconds (10 us"),
+        ("io_core_s_per_byte", "0.06", "seconds per byte"),
     ],
 )
 def test_a_profile_in_other_units(
@@ -622,7 +626,7 @@ def test_a_profile_in_other_units(
 ) -> None:
     write(HardwareProfile.preset("rtx4090-1xP5510"), tmp_path / "hw.toml")
     text = (tmp_path / "hw.toml").read_text()
-    changed = re.sub(rf"(?m)^{field} = [^ ]+", f"{field} = {value}", text)
+    changed = re.sub(rf"(?m)^{field} = \S+", f"{field} = {value}", text)
     assert changed != text
     (tmp_path / "hw.toml").write_text(changed)
     assert main(["plan", "--model", "gpt2", "--hw", str(tmp_path / "hw.toml")]) == 1
@@ -652,6 +656,9 @@ def test_a_plan_that_needs_a_drive_on_a_machine_without(
     assert "has no drive: choose a profile with drives" in one_line(capsys)
     assert plan("gpt2-xl", "--host-memory", "4GiB", hw=no_drive) == 1
     assert "policy 'lohan' needs a drive" in one_line(capsys)
+    assert plan(model, "--device-memory", "1MB", hw=no_drive) == 2
+    told = capsys.readouterr().out
+    assert "would fit" in told and "has no drive: parameters and states, " in told and "have to fit beside that" in told
     assert plan(model, "--vary", "ssds=1..2", hw=no_drive) == 1
     assert "has no drive to take more of" in one_line(capsys)
     assert plan(model, "--policy", "in-memory", hw=no_drive) == 0

@@ -268,7 +268,9 @@ def test_a_function_gets_the_sizes_that_it_takes_and_makes_nothing_real(function
 
 def test_a_function_that_takes_no_batch(functions: str) -> None:
     asks = "--batch, --best-batch and --vary batch"
-    with pytest.raises(ValueError, match=rf"batch=2 is asked for, but .*:fixed decides that itself.*, or leave out {asks}$"):
+    with pytest.raises(
+        ValueError, match=rf"batch=2 is asked for, but .*:fixed decides that itself.*, or leave out {asks}$"
+    ):
         source_of(f"{functions}:fixed").make(2, None)
 
 
