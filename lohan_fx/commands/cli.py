@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -143,6 +144,10 @@ def _dumped_plan(arguments: argparse.Namespace) -> str:
         raise ValueError(f"{path} is no file: name one that Plan.to_json was written to, or a model by --model")
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is no saved plan, which is JSON ({error}): name one, or a model by --model"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return lohan_fx.dump(plan, format="json" if arguments.json else "text", width=arguments.width)
@@ -152,7 +157,10 @@ def _dumped_model(arguments: argparse.Namespace) -> str:
     hw = _profile(arguments.hw)
     model, inputs = example_of(arguments.model)
     root = default_nvme_root() if arguments.nvme is None else Path(arguments.nvme)
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--nvme: {root} cannot be made ({error.strerror}): choose another place") from error
     # Named like a run's own directory, so that a later run removes it should this one be killed.
     with tempfile.TemporaryDirectory(prefix=f"run-{os.getpid()}-dump-", dir=root) as directory:
         with warnings.catch_warnings():

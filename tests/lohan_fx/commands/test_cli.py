@@ -115,7 +115,11 @@ def test_a_saved_plan_is_shown(plan: Plan, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "plan.json: Expecting value"), ("[]", "plan.json: this is not a plan"), ("{}", "is not of format 1")],
+    [
+        ("", "plan.json is no saved plan, which is JSON (Expecting value"),
+        ("[]", "plan.json: this is not a plan"),
+        ("{}", "is not of format 1"),
+    ],
 )
 def test_a_file_that_is_no_plan(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text(content)
@@ -126,7 +130,7 @@ def test_a_file_that_is_no_plan(content: str, message: str, tmp_path: Path, caps
 def test_bytes_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
     assert main(["dump", str(tmp_path / "plan.json")]) == 1
-    assert "plan.json: " in one_line(capsys)
+    assert "plan.json is no saved plan" in one_line(capsys)
 
 
 def test_a_missing_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
