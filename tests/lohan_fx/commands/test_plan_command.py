@@ -779,7 +779,7 @@ def test_a_function_may_take_anything_and_print(functions: str, capfd: pytest.Ca
 
 def test_the_best_batch_of_a_function_that_takes_none(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{functions}:needs", "--best-batch") == 1
-    assert "leave --batch out" in one_line(capsys)
+    assert "leave out --batch, --best-batch and --vary batch" in one_line(capsys)
 
 
 def test_the_best_batch_of_a_model_that_takes_no_single_sample(
