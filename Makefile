@@ -31,7 +31,7 @@ wheel-check: $(INSTALLED)
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
 # pip would compile what it installs on one core; some files are templates, which cannot be compiled.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0 setuptools
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true

@@ -41,69 +41,86 @@ NO_DRIVE = math.ulp(0.0)
 
 @dataclass(frozen=True)
 class Work:
-    """What one training step does. Symbols of LoHan beside the names.
+    """What one training step does; LoHan's symbols in brackets. Of pairs of fields the forward's comes first.
 
-    ``fetched_*_bytes`` (2P, P16): parameters brought to the device per stage, ``*_nvme_bytes`` the part that comes from
-    NVMe. ``swapped_bytes`` (A_G2M) leave in the forward and come back in the backward; ``swapped_nvme_bytes`` is what
-    exceeds MEM_avail. Of what is fetched the forward waits for ``first_fetched_nvme_bytes`` before it computes, and
-    computes for ``behind_fetches_s`` when the drives have moved ``fetches_*_bytes``. ``state_*_bytes`` (12P read, 14P
-    written) and ``adam_parameters``: of updates in the backward; ``updates_*_bytes``: what the drives move behind
-    ``before_updates_s`` of it; ``blocking_*``: of those among them for which compute waits after ``blocking_hidden_s``;
-    ``*by_lane``: parameters that a lane's thread updates, and not the compute device in its memory;
-    ``coming_back_s``: what compute waits for activations
-    that are needed back sooner than they can be (``coming_back_s``, each by itself); ``late_*``: of those after it,
-    because their gradients come last or because the plan has a stage for them; ``next_*``: of those beside the forward,
-    which updates what the step before left. Of both kinds the gradients were written to NVMe in the backward as far as
-    ``*held_nvme_bytes`` says. ``repeated_*``: of updates that are made a second time beside the backward, where their
-    states are read again, and written. ``*returned_bytes``: of parameters that stay on a GPU and are updated by the
-    CPU, which copies them back. ``serial_optimizer``: reads, updates and writes do not overlap (LoHan's naive handler).
-    ``*_requests``: reads and writes of the drives, which on a CPU take processor time. ``*_launches`` and ``*_jobs``: ops
-    that a thread launches on a GPU, and jobs of the lanes, which take the interpreter from it; none on a CPU.
+    Updates run in the backward (no prefix), after it (``late_``: their gradients come last, or the plan has a stage for them), or
+    beside the next forward (``next_``, which the step before left); ``repeated_``: made a second time, beside the backward.
     """
 
+    # Seconds of compute, as if nothing else ran.
     forward_s: float
     backward_s: float
     recompute_s: float
+    """Of the backward, and not in ``backward_s``."""
+
+    # Parameters brought to the device (P16), and what of them comes from NVMe.
     fetched_forward_bytes: int
     fetched_forward_nvme_bytes: int
     fetched_backward_bytes: int
     fetched_backward_nvme_bytes: int
+
+    # Activations (A_G2M): they leave in the forward and come back in the backward.
     swapped_bytes: int
     swapped_nvme_bytes: int
+    """What exceeds MEM_avail."""
+
+    # Gradients, and the updates in the backward: 12 bytes a parameter read, 14 written.
     gradient_bytes: int
     state_read_bytes: int
     state_write_bytes: int
     adam_parameters: int
+
+    # The ends of the forward (``Bound``): what it waits for before it computes, what the drives have moved when the last fetch
+    # is there, and what is computed behind that.
     first_fetched_nvme_bytes: int = 0
     fetches_read_bytes: int = 0
     fetches_written_bytes: int = 0
     behind_fetches_s: float = 0.0
+
     by_lane: int = 0
+    """Of ``adam_parameters``: those that a lane's thread updates, not the compute device in its own memory."""
     held_nvme_bytes: int = 0
+    """Gradients of late updates that wait on NVMe."""
     late_state_read_bytes: int = 0
     late_state_write_bytes: int = 0
     late_adam_parameters: int = 0
     late_by_lane: int = 0
+
+    # The end of the backward: what the drives move for updates, behind so many seconds of it.
     updates_read_bytes: int = 0
     updates_written_bytes: int = 0
     before_updates_s: float = 0.0
+
+    # Updates in the backward for which compute waits, after so many seconds that hide them.
     blocking_read_bytes: int = 0
     blocking_write_bytes: int = 0
     blocking_by_lane: int = 0
     blocking_hidden_s: float = 0.0
+
     coming_back_s: float = 0.0
+    """What compute waits for activations that are needed back sooner than they can be (``coming_back_s``, each by itself)."""
+
     next_held_nvme_bytes: int = 0
     next_state_read_bytes: int = 0
     next_state_write_bytes: int = 0
     next_adam_parameters: int = 0
     repeated_held_nvme_bytes: int = 0
     repeated_state_bytes: int = 0
+    """Read again beside the backward, and written."""
+
     serial_optimizer: bool = False
+    """Reads, updates and writes do not overlap (LoHan's naive handler)."""
+
+    # Parameters that stay on a GPU and are updated by the CPU, which copies them back.
     returned_bytes: int = 0
     late_returned_bytes: int = 0
     next_returned_bytes: int = 0
+
+    # Reads and writes of the drives, each of which takes processor time on a CPU.
     forward_requests: float = 0
     backward_requests: float = 0
+
+    # Beside a GPU: ops that a thread launches, and jobs of the lanes, which take the interpreter from it.
     forward_launches: int = 0
     backward_launches: int = 0
     forward_jobs: int = 0

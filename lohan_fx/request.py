@@ -18,18 +18,7 @@ from lohan_fx.planning.problem import Budgets, ParameterFacts
 
 @dataclass(frozen=True)
 class Request:
-    """What ``compile`` was asked for, as far as the pipeline needs it.
-
-    ``homes``: where an earlier plan of this model has put the parameters; empty before the first. ``least_homes``: those of the
-    training plan whose graphs may run again that keeps least in memory; empty without any. ``most_at_home_bytes``: what their
-    plans leave of host memory for what stays there (``CapturedGraphs``); None where there is none. ``compute_scale``: how
-    many times longer than measured op by op the graphs turned out to take (``self_check``), which ``revise`` allows to
-    replace the plan. ``segments``: what of the graphs to compile (``inductor.MODES``). ``chooses_staging``: whether the plan
-    may change the buffers of ``windows`` (``staging``); not once the runtime has them. ``chooses_sizes``: and how large they
-    are; not once states are on disk in such pieces. ``holds``: all gradients wait for ``step()`` (docs/0014). ``windows_of``:
-    which windows another promise would get, for messages that name one; None: these. ``forwards``: how many of them wait for
-    their backwards at once. ``dynamic``: as ``torch.compile`` takes it, for what trains.
-    """
+    """What ``compile`` was asked for, as far as the pipeline needs it."""
 
     hw: HardwareProfile
     policy: str
@@ -39,18 +28,31 @@ class Request:
     budgets: Budgets
     windows: Windows
     plan: Plan | None
+    """The one to obey; None: search."""
     homes: tuple[ParameterPlan, ...] = ()
+    """Where an earlier plan of this model has put the parameters; empty before the first."""
     least_homes: tuple[ParameterPlan, ...] = ()
+    """Those of the training plan whose graphs may run again that keeps least in memory; empty without any."""
     most_at_home_bytes: int | None = None
+    """What those plans leave of host memory for what stays there (``CapturedGraphs``); None where there is none."""
     compute_scale: float = 1.0
+    """How many times longer than measured op by op the graphs turned out to take (``self_check``)."""
     revise: bool = True
+    """Whether that may replace the plan."""
     segments: str = inductor.BOXED
+    """What of the graphs to compile (``inductor.MODES``)."""
     chooses_staging: bool = True
+    """Whether the plan may change the buffers of ``windows`` (``staging``): not once the runtime has them."""
     chooses_sizes: bool = False
+    """And how large they are: not once states are on disk in such pieces."""
     holds: bool = False
+    """All gradients wait for ``step()`` (docs/0014)."""
     windows_of: Callable[[int], Windows] | None = None
+    """The windows that another promise would get, for messages that name one; None: these."""
     forwards: int = 1
+    """How many wait for their backwards at once."""
     dynamic: bool | None = None
+    """As ``torch.compile`` takes it, for what trains."""
 
 
 def settled(request: Request, windows: Windows) -> Request:

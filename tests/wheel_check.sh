@@ -17,8 +17,8 @@ diff <(cd "$checkout" && find -L lohan_fx -type f -not -path '*/__pycache__/*' |
         grep -v '^lohan_fx-[^/]*\.dist-info/' | sort) ||
     { echo "wheel_check: the wheel (>) differs from the tree (<)" >&2; exit 1; }
 
-"$builder" -m venv "$scratch/venv"
-pip=("$scratch/venv/bin/python" -m pip install -q --no-compile -c "$checkout/constraints.txt")
+"$builder" -m venv --without-pip "$scratch/venv" # which a Debian without python3-venv cannot give it
+pip=("$builder" -m pip --python "$scratch/venv/bin/python" install -q --no-compile -c "$checkout/constraints.txt")
 "${pip[@]}" torch==2.13.0
 "${pip[@]}" "${wheel[0]}"
 

@@ -173,10 +173,7 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
         waits = waits_s(began)
         if waits.get(COMING_BACK, 0.0) + waits.get(LEAVING, 0.0) < staging.WORTH_IT * began.step_s:
             break
-        if takes_turns:
-            asked = dataclasses.replace(problem, in_turns=True)
-        else:
-            asked = _with_wider_windows(plan, problem, rewrites, request, began)
+        asked = _taking_turns(problem) if takes_turns else _with_wider_windows(plan, problem, rewrites, request, began)
         if asked == problem:
             continue
         try:
@@ -189,6 +186,11 @@ def _running_ahead(plan: Plan, problem: Problem, rewrites: Rewrites, request: Re
         if found.step_s < began.step_s:
             plan, problem, began = again, asked, found
     return plan, problem
+
+
+def _taking_turns(problem: Problem) -> Problem:
+    """``problem`` with activations that stay and activations that go in turns."""
+    return dataclasses.replace(problem, in_turns=True)
 
 
 def _with_wider_windows(

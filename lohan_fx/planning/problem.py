@@ -44,21 +44,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything the planner decides from.
-
-    ``device_peak(plan)``: bytes of device memory that the graphs rewritten by ``plan`` need at once, parameters at
-    home on the device aside. ``fetches``: how often (forward, backward) read a parameter that is not at home there; once each
-    where nothing is said of any, and not at all where only others are named. A tied weight is read at both ends, an
-    embedding's not by the backward.
-    ``ends``: the parameters at both ends of a step (``passes.step_ends``). ``holds``: all gradients wait for ``step()``.
-    ``handover_s``: what compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and
-    ``backward_s``. ``launches``: how many ops the (forward, backward) launch on a GPU. ``coming_back_s``: what compute waits
-    for an activation that is swapped to a tier and needed back sooner than it can be (``cost.coming_back_s``); none where it is
-    not said. ``in_turns``: whether what is swapped is spread over the model, which keeps the link at work all the time, instead
-    of being what is made first, which is away longest; then ``soon_back``, which are away for little longer than they take, had
-    better stay. ``windows_of``: which windows a promise of so many bytes of host memory gets; None: these, whatever it is.
-    ``forwards``: how many of them wait for their backwards at once. ``swaps``: whether activations may be swapped.
-    """
+    """Everything the planner decides from."""
 
     policy: str
     compute_dtype: str
@@ -69,17 +55,32 @@ class Problem:
     budgets: Budgets
     windows: Windows
     device_peak: Callable[[Plan], int]
+    """Bytes of device memory that the graphs rewritten by a plan need at once, parameters at home on the device aside."""
     fetches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """How often (forward, backward) read a parameter that is not at home on the device. Once each where nothing is said of any;
+    not at all where only others are named. A tied weight is read at both ends, an embedding's not by the backward."""
     ends: Ends = field(default_factory=Ends)
+    """The parameters at both ends of a step (``passes.step_ends``)."""
     holds: bool = False
+    """All gradients wait for ``step()``."""
     handover_s: float = 0.0
+    """What compute takes to hand a transfer over (``cost.handover_s``), which is not in ``forward_s`` and ``backward_s``."""
     launches: tuple[int, int] = (0, 0)
+    """Ops that the (forward, backward) launch on a GPU."""
     coming_back_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
+    """What compute waits for an activation that is swapped to a tier and needed back sooner than it can be
+    (``cost.coming_back_s``); none where it is not said."""
     in_turns: bool = False
+    """False: the earliest activations are swapped, which are away longest. True: kept and swapped ones take turns over the
+    model, so that the link is never idle."""
     soon_back: frozenset[str] = frozenset()
+    """With ``in_turns``: activations needed back almost as soon as they have left, which are kept where there is room."""
     windows_of: Callable[[int], Windows] | None = None
+    """The windows that a promise of so many bytes of host memory gets; None: these, whatever it is."""
     forwards: int = 1
+    """How many wait for their backwards at once."""
     swaps: bool = True
+    """Whether activations may be swapped."""
 
     def windows_for(self, promise_bytes: int) -> Windows:
         """The windows of another promise of host memory."""

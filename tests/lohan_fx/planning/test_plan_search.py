@@ -71,7 +71,7 @@ def test_what_stays_and_what_goes_take_turns_where_compute_would_wait(
     asked = replace(ASKED, hw=hw, host_memory_bytes=32 * GIB, device_memory_bytes=10 * GIB)
     turns, turns_s = planned(words, asked)
     assert turns.prediction is not None and turns_s == pytest.approx(turns.prediction.step_s, rel=0.08)
-    monkeypatch.setattr(plan_search, "_taking_turns", lambda plan, problem, *_: problem)
+    monkeypatch.setattr(plan_search, "_taking_turns", lambda problem: problem)
     row, row_s = planned(words, asked)
     assert turns_s < 0.92 * row_s
     early = {f"transformer.h.{layer}" for layer in range(4)}
