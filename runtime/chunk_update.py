@@ -133,7 +133,9 @@ class ChunkUpdate:
             master, *moments = states.updated(part)
             adam.update(self.options, self.steps_done, master, gradient, *moments)
             if self.kept is not Kept.STATES:
-                states.make_compute_copy(machine.link, part)
+                states.make_compute_copy(part)
+        if self.kept is not Kept.STATES:
+            states.return_compute_copy(machine.link)
 
 
 class Countdown:

@@ -147,9 +147,10 @@ class StateBuffer:
         return 3 if held is None or held.dtype == STATE_DTYPE else 4
 
     def parts(self, elements: int) -> Iterator[slice]:
-        """The chunk in parts of so many elements; whole, where any of it is on a GPU."""
-        compute = self._resident.compute
-        on_cpu = self.master.device.type == "cpu" and (compute is None or compute.device.type == "cpu")
+        """The chunk in parts of so many elements, which stay in a cache; whole, where a GPU has its states, or what is held of
+        its gradient."""
+        held = None if self._held is None else self._held.memory
+        on_cpu = self.master.device.type == "cpu" and (held is None or held.device.type == "cpu")
         step = elements if on_cpu else self._chunk.elements
         for start in range(0, self._chunk.elements, step):
             yield slice(start, min(start + step, self._chunk.elements))
@@ -194,22 +195,28 @@ class StateBuffer:
         """What an update of ``part`` changes: master, first and second moment."""
         return self._of(self.master, part), self._of(self.exp_avg, part), self._of(self.exp_avg_sq, part)
 
-    def make_compute_copy(self, link: DeviceLink, part: slice) -> None:
-        """Cast ``part`` of the updated master to the compute dtype, into the resident copy or into the buffer."""
-        start = self._chunk.start
+    def make_compute_copy(self, part: slice) -> None:
+        """Cast ``part`` of the updated master to the compute dtype: into the resident copy, or, where that is on NVMe or a GPU
+        without the master, into the buffer."""
         compute, master = self._resident.compute, self._of(self.master, part)
-        if compute is not None:
-            target = self._of(cut(compute, start, start + self._chunk.elements), part)
-            if target.data_ptr() == master.data_ptr():
-                return
-            if compute.device.type == "cpu" or compute.device == master.device:
+        if compute is not None and not self._returns(compute):
+            target = self._of(self._cut(compute), part)
+            if target.data_ptr() != master.data_ptr():
                 target.copy_(master)
-            else:
-                staged = self._of(self._arrays.typed(4, target.dtype), part)
-                staged.copy_(master)
-                link.finish(link.copy_in(target, staged))
-        elif not self._chunk.parameter.is_master:
+        elif compute is not None or not self._chunk.parameter.is_master:
             self._of(self._arrays.typed(4, self._chunk.parameter.compute_dtype), part).copy_(master)
+
+    def return_compute_copy(self, link: DeviceLink) -> None:
+        """Bring the copy, of which all parts are made, from the buffer to the GPU, where it stays there."""
+        compute = self._resident.compute
+        if compute is not None and self._returns(compute):
+            link.finish(link.copy_in(self._cut(compute), self._arrays.typed(4, compute.dtype)))
+
+    def _returns(self, compute: torch.Tensor) -> bool:
+        return compute.device.type != "cpu" and compute.device != self.master.device
+
+    def _cut(self, resident: torch.Tensor) -> torch.Tensor:
+        return cut(resident, self._chunk.start, self._chunk.start + self._chunk.elements)
 
     def to_write(self) -> tuple[list[Movement], list[Movement]]:
         """What must be written after the update, states and compute-dtype copy; or after a sum that is held."""

@@ -23,8 +23,6 @@ from lohan_fx.runtime.turns import Turns
 from lohan_fx.simulation.contention import Contention
 from lohan_fx.simulation.event_clock import ALL_CORES, Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
 
-ADAM_BYTES = 28
-"""Memory traffic of one parameter's fp32 Adam: gradient read; parameter and two moments read and written."""
 UNFUSED_ADAM = 2.2
 """How much slower an update with torch's unfused Adam is than with the fused one, of which a profile has the rate: with
 two casts, by one thread (measured)."""
@@ -157,17 +155,17 @@ class SimulatedMachine:
         The lane's thread does it, or compute (``here``): with all cores on a CPU, and in its own memory on a GPU.
         """
         hw, each = self.hw, parameter.bytes // parameter.numel
-        moved = (each + 4) * elements if sums else 0
-        seconds = moved / hw.host_memory_bytes_per_s
         if here and not self.on_cpu:
-            moved += ADAM_TOUCHED_BYTES * elements if applies else 0
+            moved = ((each + 4) * sums + ADAM_TOUCHED_BYTES * applies) * elements
             return Job(COMPUTE_LANE, "", moved / hw.memory_bytes_per_s, recorded=False)
+        # An update goes through the chunk part by part, so that what lies between its sum, Adam and copy stays in a cache.
+        moved = (ADAM_TOUCHED_BYTES if applies else (each + 4) * sums) * elements
+        seconds = moved / hw.host_memory_bytes_per_s
         if applies:
-            moved += (ADAM_BYTES + (4 + each if each != 4 else 0)) * elements
             # The profile's rate is that of all cores; beside compute on a CPU one thread has to do.
             alone = hw.cpu_cores if self.on_cpu and not here else 1
             adam_s = alone * elements * self._adam_slowdown / hw.adam_parameters_per_s
-            seconds = max(adam_s, moved / hw.host_memory_bytes_per_s)
+            seconds = max(adam_s, seconds)
             if not self.on_cpu and parameter.home is Tier.DEVICE:
                 seconds += each * elements / hw.h2d_bytes_per_s
         return Job(

@@ -17,18 +17,19 @@ import torch
 from torch import nn
 
 from lohan_fx.errors import LaneTimeout, LohanError, StepError, StoreError
-from lohan_fx.runtime import chunk_pipeline, generations
+from lohan_fx.runtime import adam, chunk_pipeline, generations
 from lohan_fx.runtime.adam import AdamOptions
 from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.chunk_pipeline import ChunkPipeline
 from lohan_fx.runtime.chunk_update import ChunkUpdate, Purpose
+from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_pool import Buffer, HostPool
 from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import SSD_THREADS, Machine
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot, Residency
-from lohan_fx.runtime.state_buffer import SMALL_BUFFERS, SMALL_ELEMENTS
+from lohan_fx.runtime.state_buffer import SMALL_BUFFERS, SMALL_ELEMENTS, StateBuffer
 from lohan_fx.runtime.states import States
 from tests.runtime.faulty_backend import Claim, Fault, FaultyBackend, Short
 from tests.runtime.rig import CHUNK_ELEMENTS, machine, parameter
@@ -759,6 +760,31 @@ def test_a_failure_wakes_those_who_wait_for_the_window(tmp_path: Path) -> None:
         rig.backend.faults.clear()
         rig.optimizer.settle(PATIENCE_S)
         starts_over(rig)
+
+
+def test_a_copy_that_stays_on_a_gpu_is_cast_in_parts_and_brought_there_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that can be seen without one."""
+    brought: list[int] = []
+    copy_in = rig.machine.link.copy_in
+
+    def counted(target: torch.Tensor, source: torch.Tensor) -> Moment:
+        brought.append(source.numel())
+        return copy_in(target, source)
+
+    monkeypatch.setattr(StateBuffer, "_returns", lambda states, compute: True)
+    monkeypatch.setattr(adam, "part_elements", lambda: 1000)
+    monkeypatch.setattr(rig.machine.link, "copy_in", counted)
+    for slot, found in rig.slots.items():
+        rig.residency[slot].compute = torch.zeros(found.numel, dtype=found.compute_dtype)
+    rig.offer(0)
+    rig.optimizer.barrier(PATIENCE_S)
+    rig.reference_step(0)
+    for slot, found in rig.slots.items():
+        copy = rig.residency[slot].compute
+        assert copy is not None and torch.equal(copy, rig.expected[slot].detach().flatten().to(found.compute_dtype))
+    assert sorted(brought) == [25, 77, CHUNK_ELEMENTS, CHUNK_ELEMENTS, CHUNK_ELEMENTS]
 
 
 def test_a_read_that_was_given_up_keeps_its_buffer_until_it_is_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
