@@ -69,8 +69,8 @@ GARBAGE = 1_000_000
 FITS, INFEASIBLE = 0, 2
 
 DESCRIPTION = """Say whether a model fits a machine, how fast it will train there, and what that costs, from its
-configuration alone. Exit code 0: it fits; 2: it does not, and the message names the smallest change that would do; 1:
-bad input."""
+configuration alone. Exit code 0: it fits; 2: memory does not hold it, and the message names the smallest change that would
+do; 1: the drives are too small, or bad input."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
