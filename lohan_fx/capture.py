@@ -108,13 +108,6 @@ class _Capture:
     def _partition(
         self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[GraphModule, GraphModule]:
-        slots = range(0)
-
-        def activation_slots(count: int) -> range:
-            nonlocal slots
-            slots = ops.new_slots(count) if count else range(0)
-            return slots
-
         model = self._model
         hold_up_to_traced(joint)
         parameters = parameters_of(joint, self._shells)
@@ -123,10 +116,10 @@ class _Capture:
             model.request(),
             num_outputs=num_fwd_outputs,
             parameters=parameters,
-            activation_slots=activation_slots,
+            activation_slots=ops.new_slots,
         )
         again = functools.partial(replan, joint, num_fwd_outputs, parameters)
-        self._link(halves, plan, slots, again)
+        self._link(halves, plan, again)
         self._plan = plan
         self._kept = kept_output(halves, plan)
         self._sources.update(sources_of(halves))
@@ -153,14 +146,14 @@ class _Capture:
     def _inference(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         model = self._model
         halves, plan = compile_inference(graph, model.request(), parameters=parameters_of(graph, self._shells))
-        self._link(halves, plan, range(0), None)
+        self._link(halves, plan, None)
         rises = self._rises["forward"]
         return self._runs(halves.forward, "forward", lambda: model.forward(rises, plan, training=False))
 
-    def _link(self, halves: Halves, plan: Plan, slots: range, again: Replan | None) -> None:
+    def _link(self, halves: Halves, plan: Plan, again: Replan | None) -> None:
         halves.module = self._module
         swap_sizes = swap_sizes_bytes(halves) if halves.backward is not None else ()
-        self._model.link(halves, plan, swap_sizes=swap_sizes, slots=slots, replan=again)
+        self._model.link(halves, plan, swap_sizes=swap_sizes, slots=halves.activation_slots, replan=again)
         self._segments.update(halves.compiled)
         self._assigned.update(halves.assigned)
         self._rises.update(_host_rises(halves, plan))

@@ -124,6 +124,14 @@ def begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
         training.end()
 
 
+def commit_one_step(begin: Begin) -> None:
+    """A training that has come so far, and has ended."""
+    training = begin()
+    training.step()
+    training.checkpoint()
+    training.end()
+
+
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -190,10 +198,7 @@ def test_compute_copies_that_were_in_memory_are_made_anew(begin: Begin) -> None:
 
 
 def test_resuming_reads_nothing_that_it_does_not_need(begin: Begin) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     store = compiled(begin(resume_from_checkpoint=True).model).engine.store
     assert (store.bytes_read, store.bytes_written) == (0, 0)
 
@@ -212,10 +217,7 @@ def test_a_step_that_is_half_done_cannot_be_committed(begin: Begin) -> None:
 
 
 def test_training_on_without_resume_is_refused(begin: Begin) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     again = begin(resume_from_checkpoint=True)
     with pytest.raises(StepError, match=r"lohan_fx\.resume"):
         again.step()
@@ -243,20 +245,14 @@ def test_loading_state_dicts_after_a_checkpoint_leaves_it_alone(begin: Begin) ->
 
 
 def test_a_run_that_does_not_resume_leaves_the_checkpoint_alone(begin: Begin, directory: Path) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     with pytest.raises(StoreError, match="resume_from_checkpoint=True"):
         begin()
     assert generations_in(directory) == [1]
 
 
 def test_another_model_is_refused(begin: Begin, directory: Path) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     before = (directory / STORE_NAME).read_bytes()
     with pytest.raises(
         ValueError, match=r"made with compute_dtype=torch.bfloat16, .* compile\(compute_dtype=torch.bfloat16"
@@ -297,10 +293,7 @@ def test_another_kind_of_weight_decay_is_refused(directory: Path) -> None:
 
 
 def test_a_scheduler_of_another_kind_is_refused_by_name(begin: Begin) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     again = begin(resume_from_checkpoint=True)
     again.scheduler = torch.optim.lr_scheduler.LambdaLR(again.optimizer, lambda step: 1.0)
     with pytest.raises(ValueError, match="the scheduler is a LambdaLR, which does not take the state"):
@@ -308,10 +301,7 @@ def test_a_scheduler_of_another_kind_is_refused_by_name(begin: Begin) -> None:
 
 
 def test_a_loader_that_is_missing_moves_no_scheduler(begin: Begin) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     again = begin(resume_from_checkpoint=True)
     before = again.scheduler.state_dict()
     with pytest.raises(ValueError, match="resume was given no loader; the checkpoint holds one"):
@@ -321,10 +311,7 @@ def test_a_loader_that_is_missing_moves_no_scheduler(begin: Begin) -> None:
 
 
 def test_the_error_of_a_hook_of_the_user_is_theirs(begin: Begin) -> None:
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     again = begin(resume_from_checkpoint=True)
 
     def hook(optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -395,10 +382,7 @@ def test_a_checkpoint_that_must_be_there(begin: Begin, directory: Path) -> None:
     for none in ("", []):
         with pytest.raises(ValueError, match="names no directory"):
             begin(nvme=None, resume_from_checkpoint=none)
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     assert begin(nvme=None, resume_from_checkpoint=directory).resume() is not None
 
 
@@ -424,10 +408,7 @@ def test_a_state_that_no_training_wrote_changes_nothing(
     begin: Begin, directory: Path, key: str, value: Any, told: str
 ) -> None:
     """Under a good checksum, as somebody who writes manifests by hand would make it."""
-    training = begin()
-    training.step()
-    training.checkpoint()
-    training.end()
+    commit_one_step(begin)
     path = generation_path(directory, 1)
     body = json.loads(path.read_bytes().partition(b"\n")[2])
     body["state"][key] = value
