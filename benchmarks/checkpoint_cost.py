@@ -1,22 +1,24 @@
 """checkpoint_cost: what checkpoints cost while nothing goes wrong: a commit, by the size of the model; and checksums.
 
-    python benchmarks/checkpoint_cost.py --save
+    python benchmarks/checkpoint_cost.py [--only nvme|memory|checksums] [--dtype float32] --save
 
-A commit is timed after a step, with all states on NVMe; what its ``fdatasync`` and ``fsync`` take is told apart. Checksums
+A commit is timed after a step, with all states on NVMe; what its ``fdatasync`` and ``fsync`` take is told apart. With all
+states in memory, which a commit writes, it is timed beside raw writes of as many bytes by as many threads. Checksums
 are switched on and off in turn, in training steps and in raw I/O by as many threads as the runtime has; their processor
-time is also measured where they run, which is what company on the machine cannot change. Saves ``commit.json`` and
-``checksums.json``; prints both, the second as the last line. Bars: a commit takes at most 1% of a step beside syncing;
-checksums at most 3% of a step's processor time, of its seconds, and of raw I/O.
+time is also measured where they run, which is what company on the machine cannot change. Saves ``commit.json``,
+``commit_in_memory.json`` and ``checksums.json``; prints them, the last one as the last line. Bars: a commit takes at most 1% of
+a step beside syncing; checksums at most 3% of a step's processor time, of its seconds, and of raw I/O.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 import bars
 import report
 import torch
-from workload import Workload, streamed
+from workload import Workload, dtype_argument, streamed
 
 import lohan_fx
 from lohan_fx.compile import compiled
@@ -38,9 +40,12 @@ from lohan_fx.runtime.nvme_store import NvmeStore
 
 SIZES = ("demo6", "demo")
 HOST_MEMORY = "640MiB"
+MUCH_HOST_MEMORY = "6GiB"
 CHUNK_BYTES = 4 << 20
 RAW_BYTES = 1 << 30
 COMMIT_BAR = 0.01
+PARTS = ("nvme", "memory", "checksums")
+Transfer = Callable[..., None]
 
 
 class Checksums:
@@ -102,9 +107,11 @@ class SyncTimer:
         return timed
 
 
-def commits(size: str, hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sync: SyncTimer) -> dict[str, float]:
+def commits(
+    workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sync: SyncTimer
+) -> dict[str, float]:
     """Medians over ``rounds`` steps, each followed by a commit."""
-    ours = streamed(Workload(size, 4, 128), hw, nvme, host_memory=HOST_MEMORY, policy="recompute", checkpoints=1)
+    ours = streamed(workload, hw, nvme, host_memory=HOST_MEMORY, policy="recompute", checkpoints=1)
     found: list[tuple[float, float, float]] = []
     for number in range(rounds + 1):
         begin_s = time.perf_counter()
@@ -121,9 +128,29 @@ def commits(size: str, hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sy
     return {"parameters": parameters, "step_s": step_s, "commit_s": commit_s, "sync_s": sync_s, "share": share}
 
 
-def steps(hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sums: Checksums) -> dict[str, float]:
+def commits_of_memory(workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int) -> dict[str, float]:
+    """Medians over ``rounds`` steps with all states in memory, each followed by a commit and by raw writes of as much."""
+    ours = streamed(workload, hw, nvme, host_memory=MUCH_HOST_MEMORY, policy="in-memory", checkpoints=1)
+    nbytes = compiled(ours.model).engine.states.written_back_bytes()
+    found: list[tuple[float, float]] = []
+    with extent(_made(nvme / "raw"), nbytes) as move:
+        for number in range(rounds + 1):
+            ours.step()
+            commit_s = _seconds(lambda: lohan_fx.checkpoint(ours.model, ours.optimizer))
+            raw_s = _seconds(lambda: move(NvmeStore.write))
+            if number:
+                found.append((commit_s, raw_s))
+    compiled(ours.model).abandon()
+    commit_s, raw_s = (statistics.median(column) for column in zip(*found, strict=True))
+    ratio = statistics.median(commit_s / raw_s for commit_s, raw_s in found)
+    return {"bytes": nbytes, "commit_s": commit_s, "raw_s": raw_s, "ratio": ratio}
+
+
+def steps(
+    workload: Workload, hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sums: Checksums
+) -> dict[str, float]:
     """Blocks of a step without and of one with checksums, in turn, each after one that warms it up."""
-    ours = streamed(Workload("demo", 4, 128), hw, nvme, host_memory=HOST_MEMORY, policy="recompute", checkpoints=1)
+    ours = streamed(workload, hw, nvme, host_memory=HOST_MEMORY, policy="recompute", checkpoints=1)
     ours.step()
     ratios, shares, nbytes = [], [], 0
     for _ in range(rounds):
@@ -144,24 +171,35 @@ def steps(hw: lohan_fx.HardwareProfile, nvme: Path, rounds: int, sums: Checksums
     }
 
 
-def raw(nvme: Path, rounds: int, sums: Checksums) -> float:
-    """Seconds to write and read all of an extent, with checksums over without."""
-    ratios = []
+@contextmanager
+def extent(nvme: Path, nbytes: int) -> Iterator[Callable[[Transfer], None]]:
+    """What moves all ``nbytes`` of an extent that checkpoints keep, by as many threads as the runtime has."""
     with (
         NvmeStore([nvme]) as store,
         HostPool({"x": Reservation(SSD_THREADS, CHUNK_BYTES)}) as pool,
         ThreadPoolExecutor(SSD_THREADS) as threads,
     ):
         store.keep_generations(1)
-        store.allocate({"x": RAW_BYTES}, chunk_bytes={"x": CHUNK_BYTES})
+        store.allocate({"x": nbytes}, chunk_bytes={"x": CHUNK_BYTES})
 
-        def move(transfer: Callable[..., None], start: int) -> None:
+        def move(transfer: Transfer, start: int) -> None:
             with pool.acquire("x") as buffer:
-                transfer("x", start, buffer.tensor, CHUNK_BYTES)
+                transfer(store, "x", start, buffer.tensor, min(CHUNK_BYTES, nbytes - start))
+
+        def move_all(transfer: Transfer) -> None:
+            list(threads.map(functools.partial(move, transfer), range(0, nbytes, CHUNK_BYTES)))
+
+        yield move_all
+
+
+def raw(nvme: Path, rounds: int, sums: Checksums) -> float:
+    """Seconds to write and read all of an extent, with checksums over without."""
+    ratios = []
+    with extent(nvme, RAW_BYTES) as move:
 
         def all_of_it() -> None:
-            for transfer in (store.write, store.read):
-                list(threads.map(functools.partial(move, transfer), range(0, RAW_BYTES, CHUNK_BYTES)))
+            for transfer in (NvmeStore.write, NvmeStore.read):
+                move(transfer)
 
         for _ in range(rounds):
             seconds = []
@@ -186,32 +224,49 @@ def _seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = report.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=report.at_least_one, default=5)
+    parser.add_argument("--only", choices=PARTS, help="(all)")
+    dtype_argument(parser)
     args = parser.parse_args()
+    parts = PARTS if args.only is None else (args.only,)
     torch.manual_seed(0)
+    missed = False
     with report.own_folder(args):
-        hw, sync = report.profile(args), SyncTimer()
-        cases = [commits(size, hw, args.nvme / size, args.rounds, sync) for size in SIZES]
-        sums = Checksums()
-        found = steps(hw, args.nvme / "steps", args.rounds, sums)
-        found["raw_ratio"] = raw(_made(args.nvme / "raw"), args.rounds, sums)
-    missed = [
-        f"{case['parameters'] / 1e6:.0f}M: {case['share']:.1%} of a step"
-        for case in cases
-        if case["share"] > COMMIT_BAR
-    ]
-    rows = [
-        (f"{case['parameters'] / 1e6:.0f}M parameters", ", ".join(f"{k} {v:.4g}" for k, v in case.items()))
-        for case in cases
-    ]
+        hw, workload = report.profile(args), Workload("demo", 4, 128, dtype=args.dtype)
+        if "nvme" in parts:
+            sync = SyncTimer()
+            cases = [
+                commits(dataclasses.replace(workload, size=size), hw, args.nvme / size, args.rounds, sync)
+                for size in SIZES
+            ]
+            over = [f"{_millions(case)}: {case['share']:.1%} of a step" for case in cases if case["share"] > COMMIT_BAR]
+            rows = [(_millions(case), ", ".join(f"{k} {v:.4g}" for k, v in case.items())) for case in cases]
+            missed |= _told("commit", rows, {"cases": cases}, over, args.save)
+        if "memory" in parts:
+            of_memory = commits_of_memory(workload, hw, args.nvme / "memory", args.rounds)
+            missed |= _told("commit_in_memory", _rows(of_memory), of_memory, [], args.save)
+        if "checksums" in parts:
+            sums = Checksums()
+            found = steps(workload, hw, args.nvme / "steps", args.rounds, sums)
+            found["raw_ratio"] = raw(_made(args.nvme / "raw"), args.rounds, sums)
+            missed |= _told("checksums", _rows(found), found, bars.checksums(found), args.save)
+    sys.exit(1 if missed else 0)
+
+
+def _told(name: str, rows: Sequence[tuple[str, str]], found: Mapping[str, Any], missed: list[str], save: bool) -> bool:
+    """Print and save one result; whether a bar is missed."""
     try:
-        report.finish("commit", rows, {"cases": cases}, missed, save=args.save)
+        report.finish(name, rows, found, missed, save=save)
     except SystemExit as ended:
-        commits_missed = bool(ended.code)
-    rows = [(name, f"{value:.4g}") for name, value in found.items()]
-    try:
-        report.finish("checksums", rows, found, bars.checksums(found), save=args.save)
-    except SystemExit as ended:
-        sys.exit(1 if commits_missed or ended.code else 0)
+        return bool(ended.code)
+    return False
+
+
+def _millions(case: Mapping[str, float]) -> str:
+    return f"{case['parameters'] / 1e6:.0f}M parameters"
+
+
+def _rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
+    return [(name, f"{value:.4g}") for name, value in found.items()]
 
 
 def _made(directory: Path) -> Path:

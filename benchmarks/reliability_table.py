@@ -56,6 +56,13 @@ def _commit(found: Figures) -> str:
     return cases
 
 
+def _commit_in_memory(found: Figures) -> str:
+    return (
+        f"{found['bytes'] / 1e9:.2f} GB of states in {found['commit_s']:.2f} s, {found['ratio']:.2f} times as long as raw writes "
+        "of as much"
+    )
+
+
 def _checksums(found: Figures) -> str:
     return (
         f"{found['processor_share']:.1%} of a step's processor time, {found['step_ratio'] - 1:+.1%} of its seconds "
@@ -117,6 +124,7 @@ ROWS = (
         "< 1 % of a step, and syncing",
         _commit,
     ),
+    Row("commit_in_memory", "States that the plan keeps in memory are written by a commit", "", _commit_in_memory),
     Row("checksums", "Checksums of all that is written and read", "< 3 %", _checksums, missed=bars.checksums),
     Row("larger_than_memory", "Memory stays below the promise", "as promised", _memory),
     Row("larger_than_memory_3b", "The same, built on `meta`: also while weights are made", "as promised", _memory),

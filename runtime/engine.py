@@ -43,6 +43,7 @@ from lohan_fx.runtime.step_updates import StepUpdates
 from lohan_fx.runtime.timeline import Timeline
 from lohan_fx.runtime.wear import Wear
 from lohan_fx.runtime.workspace import Workspace
+from lohan_fx.runtime.write_back import write_back
 
 OPTIMIZER_STATES = "optimizer states"
 """What ``restored`` calls the moments of all parameters."""
@@ -310,6 +311,11 @@ class Engine:
         self._refuse_if_closed("parameters or optimizer states were read")
         self.micro_batches.refuse_if_unfinished("parameters or optimizer states were read")
         self._drain()
+
+    def write_back(self) -> None:
+        """Before a checkpoint, and after ``before_reading``: have all states in the store."""
+        if self._machine is not None:
+            write_back(self._machine, self.slots, self.residency)
 
     def before_writing(self) -> None:
         """Before they are written from outside, which a torn step needs and one that only lacks ``step`` forbids."""

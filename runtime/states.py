@@ -126,16 +126,8 @@ class States:
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def write_back(self) -> None:
-        """Copy the states that are in memory to the store, which then has all masters and moments."""
-        for slot, resident in self._residency.items():
-            if resident.master is not None and resident.exp_avg is not None and resident.exp_avg_sq is not None:
-                parameter = self._slots[slot]
-                self._write(parameter.master_extent, resident.master, parameter.master_dtype)
-                self._store_moments(parameter, resident.exp_avg, resident.exp_avg_sq)
-
     def written_back_bytes(self) -> int:
-        """What ``write_back`` writes."""
+        """What ``write_back`` writes of the states that are in memory."""
         in_memory = [self._slots[slot] for slot, found in self._residency.items() if found.master is not None]
         return sum(3 * c.padded_bytes for parameter in in_memory for c in parameter.chunks(self.chunk_elements))
 

@@ -65,7 +65,7 @@ def _commit(model: nn.Module, optimizer: Adam, parts: Parts, keep: int | None, *
         STOPPED_IN_STEP: stopped,
     }
     optimizer.parts = parts
-    engine.states.write_back()
+    engine.write_back()
     wear = {"bytes_written": engine.wear.written_bytes, "step_bytes": engine.wear.step_bytes}
     return engine.store.commit({**state, **wear}, verify=verify)
 

@@ -13,14 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lohan_fx.errors import StoreError
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier, Windows
 from lohan_fx.runtime import states as states_module
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.states import States
 from tests.runtime.rig import CHUNK_ELEMENTS, FakeCudart, parameter
-from tests.runtime.test_generations import flip
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -234,36 +232,6 @@ def test_states_that_cannot_be_moved_to_the_store_stay_in_memory(rig: Rig, monke
     rig.move({0: (Tier.DEVICE, Tier.NVME)})
     assert rig.residency[0].master is None
     assert torch.equal(rig.states.read_parameter(0).view(-1), expected)
-
-
-@pytest.mark.parametrize("staging_bytes", [4096, states_module.STAGING_BYTES])
-def test_what_is_written_back_is_summed_in_memory_and_written_once(
-    staging_bytes: int, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(states_module, "STAGING_BYTES", staging_bytes)
-    trained = [slot for slot in SLOTS if slot.trainable and slot.numel]
-    with NvmeStore([directory]) as store:
-        store.keep_generations(1)
-        rig = Rig(store)
-        rig.fill()
-        rig.move(dict.fromkeys(rig.slots, (Tier.HOST, Tier.HOST)))
-        store.commit({})
-        for number, slot in enumerate(trained):
-            before_bytes = store.bytes_written
-            rig.states.write_back()
-            written = sum(3 * chunk.padded_bytes for s in trained for chunk in s.chunks(CHUNK_ELEMENTS))
-            assert store.bytes_written - before_bytes == written == rig.states.written_back_bytes()
-            assert store._generations is not None
-            versions = store._generations.versions(slot.moments_extent)
-            last = len(versions.sums) - 1
-            (piece,) = versions.pieces(last)
-            place = piece.file_offset_bytes + versions.span_of(last).start + 5
-            flip(directory, place)
-            with pytest.raises(StoreError, match=rf"reading back '{slot.moments_extent}'.*damaged"):
-                store.commit({}, verify=True)
-            flip(directory, place)
-            assert store.commit({}, verify=True) == number + 2
-        rig.check()
 
 
 def test_parameters_that_a_plan_does_not_name_stay(rig: Rig) -> None:
