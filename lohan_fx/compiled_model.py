@@ -552,7 +552,9 @@ class CompiledModel:
                 stacklevel=4,
             )
         # All are read before any is replaced, so that a failing drive leaves the model as it is.
-        values = {slot: self.engine.states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
+        states = self.engine.states
+        with states.many():
+            values = {slot: states.read_parameter(slot).to(o.dtype) for slot, o in self._originals.items()}
         for slot, places in self._shells_now().items():
             value = values.pop(slot).to(self._originals[slot].device)
             parameter = nn.Parameter(value, requires_grad=any(shell.requires_grad for _, _, shell in places))

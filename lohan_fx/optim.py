@@ -260,13 +260,13 @@ class Adam(torch.optim.Optimizer):
         self._engine.before_reading()
         shells = {shell.slot: shell for group in self.param_groups for shell in group["params"]}
         found: collections.defaultdict[torch.Tensor, Any] = collections.defaultdict(dict)
-        for slot, shell in shells.items():
-            updates = self._engine.residency[slot].updates
-            if updates:
-                exp_avg, exp_avg_sq = self._engine.states.read_moments(slot)
-                found[shell] = {
-                    "step": torch.tensor(float(updates), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq
-                }  # fmt: skip
+        with self._engine.states.many():
+            for slot, shell in shells.items():
+                updates = self._engine.residency[slot].updates
+                if updates:
+                    exp_avg, exp_avg_sq = self._engine.states.read_moments(slot)
+                    steps = torch.tensor(float(updates), dtype=torch.float32)
+                    found[shell] = {"step": steps, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         self._shown = found
         try:
             return super().state_dict()
@@ -333,19 +333,20 @@ class Adam(torch.optim.Optimizer):
     def _write_states(self, given: Mapping[str, Any]) -> list[str]:
         """Steps and moments to the store; the names of those that are left out."""
         left_out = []
-        for index, shell in self._saved_and_ours(given["param_groups"]):
-            entry = given["state"].get(index)
-            if not self.engine.slots[shell.slot].trainable:
-                left_out += [shell.parameter_name] if entry else []
-                continue
-            resident = self.engine.residency[shell.slot]
-            if entry:
-                self.engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
-                resident.updates = int(entry["step"])
-            elif resident.updates:
-                zeros = torch.zeros(shell.shape)
-                self.engine.states.write_moments(shell.slot, zeros, zeros)
-                resident.updates = 0
+        with self.engine.states.many():
+            for index, shell in self._saved_and_ours(given["param_groups"]):
+                entry = given["state"].get(index)
+                if not self.engine.slots[shell.slot].trainable:
+                    left_out += [shell.parameter_name] if entry else []
+                    continue
+                resident = self.engine.residency[shell.slot]
+                if entry:
+                    self.engine.states.write_moments(shell.slot, entry["exp_avg"], entry["exp_avg_sq"])
+                    resident.updates = int(entry["step"])
+                elif resident.updates:
+                    zeros = torch.zeros(shell.shape)
+                    self.engine.states.write_moments(shell.slot, zeros, zeros)
+                    resident.updates = 0
         self.engine.restored(OPTIMIZER_STATES)
         return left_out
 

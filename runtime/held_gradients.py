@@ -20,7 +20,10 @@ from lohan_fx.errors import StepError
 from lohan_fx.plan import OptimizerTiming, Plan, Tier
 from lohan_fx.runtime.gradient_norm import combined, norm_of
 from lohan_fx.runtime.slots import STATE_DTYPE, Held, ParameterSlot, Residency
-from lohan_fx.runtime.states import STAGING_BYTES, States, memory_of
+from lohan_fx.runtime.states import States, memory_of
+
+PIECE_BYTES = 8 << 20
+"""Of a fp32 sum: what is measured, and read from the store, at once."""
 
 
 class HeldGradients:
@@ -226,7 +229,7 @@ class HeldGradients:
 
     def _pieces(self, slot: int, held: Held, *, backwards: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, piece) of what is held, from wherever it is."""
-        numel, each = self._slots[slot].numel, STAGING_BYTES // STATE_DTYPE.itemsize
+        numel, each = self._slots[slot].numel, PIECE_BYTES // STATE_DTYPE.itemsize
         starts = range(0, numel, each)
         for start in reversed(starts) if backwards else starts:
             elements = min(each, numel - start)

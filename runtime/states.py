@@ -1,6 +1,6 @@
 """states: parameters and optimizer states as a whole: putting them into the store, reading them, moving them home.
 
-Guarantees: memory used beside what is returned or made resident is one staging buffer of ``STAGING_BYTES``, or of one
+Guarantees: memory used beside what is returned or made resident is that of ``staging``, by parts of ``REQUEST_BYTES`` or of one
 chunk where that is larger. A chunk of which all is to be written is written at once, so that checkpoints have its checksum
 from what was in memory. What is read is what the last finished step wrote.
 
@@ -9,17 +9,20 @@ Assumes: nothing is under way (the caller settles the engine first).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
 from lohan_fx.plan import Plan, Tier
-from lohan_fx.runtime.host_pool import HostPool, Reservation, page_padded_bytes
+from lohan_fx.runtime import staging
+from lohan_fx.runtime.host_pool import page_padded_bytes
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.pinned_memory import pinned
-from lohan_fx.runtime.slots import STATE_DTYPE, ParameterSlot, Residency
+from lohan_fx.runtime.slots import STATE_DTYPE, Chunk, ParameterSlot, Residency
+from lohan_fx.runtime.staging import Part, Staging
 
-STAGING_BYTES = 8 << 20
 CPU = torch.device("cpu")
 
 
@@ -30,12 +33,18 @@ class States:
         self, store: NvmeStore, slots: Mapping[int, ParameterSlot], residency: Mapping[int, Residency]
     ) -> None:
         self._store = store
+        self._staging = Staging(store)
         self._slots = slots
         self._residency = residency
         self.chunk_elements = 1 << 20
         self.cut = False
         """Whether there are moments in the store, in pieces of ``chunk_elements``, which must then stay as it is."""
         self._gradient_extents: set[str] = set()
+
+    def many(self, *, behind: bool = False) -> AbstractContextManager[None]:
+        """Around many calls of what follows, which then make their staging buffers and threads once. ``behind``: what is written
+        is in the store at the end, and may not be before; so errors may come late."""
+        return self._staging.kept(behind=behind)
 
     # --- whole parameters -------------------------------------------------------------------------------------
 
@@ -79,11 +88,12 @@ class States:
             first, second = (moment.to("cpu", copy=True).view(parameter.shape) for moment in moments)
             return first, second
         found = tuple(torch.empty(parameter.numel, dtype=STATE_DTYPE, device=CPU) for _ in range(2))
-        for chunk in parameter.chunks(self.chunk_elements):
-            for index, moment in enumerate(found):
-                offset = chunk.moments_offset + index * chunk.padded_bytes
-                piece = moment[chunk.start : chunk.start + chunk.elements]
-                self._read_into(parameter.moments_extent, offset, piece)
+
+        def take(chunk: Chunk, memory: torch.Tensor) -> None:
+            for moment, half in zip(found, _halves(chunk, memory), strict=True):
+                moment[chunk.start : chunk.start + chunk.elements].copy_(half)
+
+        self._staging.read(self._moments_parts(parameter, take))
         return found[0].view(parameter.shape), found[1].view(parameter.shape)
 
     def write_moments(self, slot: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
@@ -102,17 +112,19 @@ class States:
 
     def _store_moments(self, parameter: ParameterSlot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         self.cut = True
-        chunks = parameter.chunks(self.chunk_elements)
         moments = exp_avg.reshape(-1), exp_avg_sq.reshape(-1)
-        with HostPool({"staging": Reservation(1, max((2 * c.padded_bytes for c in chunks), default=1))}) as pool:
-            for chunk in chunks:
-                with pool.acquire("staging") as buffer:
-                    for index, moment in enumerate(moments):
-                        half = buffer.tensor[index * chunk.padded_bytes :][: chunk.elements * STATE_DTYPE.itemsize]
-                        half.view(STATE_DTYPE).copy_(moment[chunk.start : chunk.start + chunk.elements])
-                    self._store.write(
-                        parameter.moments_extent, chunk.moments_offset, buffer.tensor, 2 * chunk.padded_bytes
-                    )
+
+        def give(chunk: Chunk, memory: torch.Tensor) -> None:
+            for moment, half in zip(moments, _halves(chunk, memory), strict=True):
+                half.copy_(moment[chunk.start : chunk.start + chunk.elements])
+
+        self._staging.write(self._moments_parts(parameter, give))
+
+    def _moments_parts(self, parameter: ParameterSlot, copy: Callable[[Chunk, torch.Tensor], None]) -> list[Part]:
+        return [
+            Part(parameter.moments_extent, c.moments_offset, 2 * c.padded_bytes, functools.partial(copy, c))
+            for c in parameter.chunks(self.chunk_elements)
+        ]
 
     def written_by_update(self, slot: int) -> int:
         """Bytes that one update of ``slot`` writes to the store."""
@@ -154,10 +166,11 @@ class States:
     def apply_homes(self, plan: Plan, device: torch.device) -> None:
         """Move each parameter and its states to where ``plan`` wants them."""
         homes = {p.name: p for p in plan.parameters}
-        for slot, parameter in self._slots.items():
-            home = homes.get(parameter.name)
-            if home is not None:
-                self._move(slot, home.home, home.states_home, device)
+        with self.many():
+            for slot, parameter in self._slots.items():
+                home = homes.get(parameter.name)
+                if home is not None:
+                    self._move(slot, home.home, home.states_home, device)
 
     def _move(self, slot: int, home: Tier, states_home: Tier | None, device: torch.device) -> None:
         parameter, resident = self._slots[slot], self._residency[slot]
@@ -228,16 +241,22 @@ class States:
         return value
 
     def _read_into(self, extent: str, offset: int, flat: torch.Tensor) -> None:
-        memory = flat.view(torch.uint8)
-        with HostPool({"staging": Reservation(1, STAGING_BYTES)}) as pool, pool.acquire("staging") as buffer:
-            for start in range(0, memory.numel(), STAGING_BYTES):
-                piece = memory[start : start + STAGING_BYTES]
-                self._store.read(extent, offset + start, buffer.tensor, piece.numel())
-                piece.copy_(buffer.tensor[: piece.numel()])
+        per_part = self._staged_elements(flat.dtype)
+
+        def part(start: int) -> Part:
+            piece = flat[start : start + per_part].view(torch.uint8)
+            return Part(
+                extent,
+                offset + start * flat.itemsize,
+                piece.numel(),
+                lambda memory: piece.copy_(memory[: piece.numel()]),
+            )
+
+        self._staging.read([part(start) for start in range(0, flat.numel(), per_part)])
 
     def _staged_elements(self, dtype: torch.dtype) -> int:
-        """How many are written at once: whole chunks."""
-        return self.chunk_elements * max(1, STAGING_BYTES // (self.chunk_elements * dtype.itemsize))
+        """How many are moved at once: whole chunks."""
+        return self.chunk_elements * max(1, staging.REQUEST_BYTES // (self.chunk_elements * dtype.itemsize))
 
     def _write(
         self,
@@ -249,15 +268,24 @@ class States:
         through: torch.dtype | None = None,
     ) -> None:
         """Write ``flat`` as ``dtype`` (cast to ``through`` before, so that the copy is the master's cast)."""
-        per_piece = self._staged_elements(dtype)
-        with HostPool({"staging": Reservation(1, page_padded_bytes(per_piece * dtype.itemsize))}) as pool:
-            for start in range(0, flat.numel(), per_piece):
-                piece = flat[start : start + per_piece]
-                with pool.acquire("staging") as buffer:
-                    nbytes = piece.numel() * dtype.itemsize
-                    staged = piece if through is None else piece.to(through)
-                    buffer.tensor[:nbytes].view(dtype).copy_(staged)
-                    self._store.write(extent, offset + start * dtype.itemsize, buffer.tensor, nbytes)
+        per_part = self._staged_elements(dtype)
+
+        def part(start: int) -> Part:
+            piece = flat[start : start + per_part]
+            nbytes = piece.numel() * dtype.itemsize
+
+            def copy(memory: torch.Tensor) -> None:
+                memory[:nbytes].view(dtype).copy_(piece if through is None else piece.to(through))
+
+            return Part(extent, offset + start * dtype.itemsize, nbytes, copy)
+
+        self._staging.write([part(start) for start in range(0, flat.numel(), per_part)])
+
+
+def _halves(chunk: Chunk, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Both moments of ``chunk`` in the memory that has them as the store does."""
+    for begin in (0, chunk.padded_bytes):
+        yield memory[begin : begin + chunk.elements * STATE_DTYPE.itemsize].view(STATE_DTYPE)
 
 
 def _for_copies(value: torch.Tensor, device: torch.device) -> torch.Tensor:

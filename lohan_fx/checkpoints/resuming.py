@@ -125,8 +125,9 @@ def take_up(model: nn.Module, engine: Engine, manifest: Manifest) -> None:
     engine.wear.expect(saved_count(state, "step_bytes", manifest.generation, absent=0))
     for name, slot in slots.items():
         engine.residency[slot.slot].updates = int(updates[name])
-    for slot in stale:
-        engine.states.renew_copy(slot.slot)
+    with engine.states.many():
+        for slot in stale:
+            engine.states.renew_copy(slot.slot)
     with torch.no_grad():
         for name, buffer in _buffers(model):
             buffer.copy_(buffers[name])

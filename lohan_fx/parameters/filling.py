@@ -48,8 +48,14 @@ def fill(
     engine: Engine, model: nn.Module, found: Found, initialize: Initialize | None, files: Files | None = None
 ) -> Buffers:
     """Put all parameters into the store, from ``files`` where there are any; the buffers that come with them."""
-    if files is not None:
-        return _fill_from(engine, model, found, files, initialize)
+    with engine.states.many(behind=True):
+        if files is not None:
+            return _fill_from(engine, model, found, files, initialize)
+        return _fill(engine, model, found, initialize)
+
+
+def _fill(engine: Engine, model: nn.Module, found: Found, initialize: Initialize | None) -> Buffers:
+    """Put all parameters into the store as they are, or as the model initialises them; the buffers that come with them."""
     slots: dict[int, int] = {}
     for number, (_, original) in found.items():
         module, name = original.places[0]

@@ -74,7 +74,7 @@ class ModuleMethods:
             original(state_dict, prefix, local_metadata, *args)
 
     def _save_all(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._engine.one_call():
+        with self._engine.one_call(), self._engine.states.many():
             return original(*args, **kwargs)
 
     def _load_all(
@@ -87,7 +87,7 @@ class ModuleMethods:
             state_dict = OrderedDict(state_dict)
             cleared = {prefix: {k: v for k, v in local.items() if k != _ASSIGNS} for prefix, local in noted.items()}
             setattr(state_dict, "_metadata", cleared)  # noqa: B010  of which mypy knows nothing
-        with self._engine.one_call():
+        with self._engine.one_call(), self._engine.states.many():
             return original(state_dict, strict=strict)
 
     def _save_pretrained(self, original: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:

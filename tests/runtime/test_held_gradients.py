@@ -11,10 +11,10 @@ import torch
 
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Prediction, Stage, Tier, Windows
 from lohan_fx.runtime.gradient_norm import PIECE_ELEMENTS, norm_of
-from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.held_gradients import PIECE_BYTES, HeldGradients
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import Residency
-from lohan_fx.runtime.states import STAGING_BYTES, States
+from lohan_fx.runtime.states import States
 from tests.runtime.rig import parameter
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -25,7 +25,7 @@ SLOTS = (
     parameter("half", 11, 30, slot=HALF, compute=torch.bfloat16),
     parameter("full", 7, 3, slot=FULL),
     parameter("empty", 0, 3, slot=EMPTY),
-    parameter("long", STAGING_BYTES // 4 + 5, slot=LONG, compute=torch.bfloat16),
+    parameter("long", PIECE_BYTES // 4 + 5, slot=LONG, compute=torch.bfloat16),
 )
 
 

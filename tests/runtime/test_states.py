@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Tier, Windows
-from lohan_fx.runtime import states as states_module
+from lohan_fx.runtime import staging
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.states import States
@@ -126,7 +126,7 @@ def test_what_is_read_is_the_callers(rig: Rig) -> None:
 
 @pytest.mark.parametrize("staging_pages", [1, 3])
 def test_staging_smaller_than_a_parameter(staging_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states_module, "STAGING_BYTES", staging_pages * 4096)
+    monkeypatch.setattr(staging, "REQUEST_BYTES", staging_pages * 4096)
     with NvmeStore([tmp_path]) as store:
         small = Rig(store)
         small.fill()
