@@ -29,12 +29,11 @@ wheel-check: $(INSTALLED)
 
 # torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes: without a GPU,
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
-# pip would compile what it installs on one core; some files are templates, which cannot be compiled.
+# What is imported is compiled then; all that is installed takes a core a minute.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0 setuptools
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev,hf,plot]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 clean:

@@ -35,8 +35,7 @@ from lohan_fx.runtime import generations, scratch_sums
 from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.host_pool import HostPool, Reservation
-from lohan_fx.runtime.machine import SSD_THREADS
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.nvme_store import SSD_THREADS, NvmeStore
 
 SIZES = ("demo6", "demo")
 HOST_MEMORY = "640MiB"

@@ -34,8 +34,7 @@ from report import arguments, at_least_one, finish, own_folder
 
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import ssd_threads
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.nvme_store import NvmeStore, ssd_threads
 
 CHUNKS = (1 << 20, 2 << 20)
 """Elements of an optimizer chunk: the usual ones, and those of large promises on a CPU (docs/0030)."""

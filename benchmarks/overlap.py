@@ -38,7 +38,7 @@ from lohan_fx.plan import Tier
 from lohan_fx.planning.self_check import STAGES, StepCheck
 from lohan_fx.runtime.host_pool import HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import SSD_THREADS
+from lohan_fx.runtime.nvme_store import SSD_THREADS
 from lohan_fx.runtime.timeline import Event
 
 MOST_RATIO = 1.10

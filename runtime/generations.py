@@ -34,7 +34,7 @@ from lohan_fx.runtime.generation_files import (
     write_generation,
     write_identity,
 )
-from lohan_fx.runtime.huge_pages import map_memory
+from lohan_fx.runtime.huge_pages import ThreadScratch, scratch
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
 from lohan_fx.runtime.scratch_sums import ScratchSums
 from lohan_fx.runtime.store_file import reported_as_store_error
@@ -73,6 +73,7 @@ class Generations:
         self._committing = False
         self._named = False
         self.scratch = ScratchSums()
+        self._memory = ThreadScratch()
 
     def add(self, extents: Mapping[str, Extent]) -> None:
         """From now on keep those of ``extents`` that have versions."""
@@ -124,7 +125,7 @@ class Generations:
                     comparisons.append(functools.partial(compare, part))
                 else:
                     whole = versions.span_of(span.chunk)
-                    part = _scratch(whole)
+                    part = scratch(whole.nbytes)
                     self._files.read_pieces(versions.pieces(span.chunk), whole.start, part, what)
                     compare(part)
         return comparisons
@@ -181,7 +182,7 @@ class Generations:
                     return
                 slot = versions.free_slot(span.chunk)
             whole = versions.span_of(span.chunk)
-            view = _scratch(whole)
+            view = scratch(whole.nbytes)
             self.read(versions, whole.start, view, what)
             self._files.write_pieces(versions.slots[slot], whole.start, view, what)
             with self._lock:
@@ -220,7 +221,7 @@ class Generations:
         """Read the chunk for its checksum."""
         versions = self.versions(name)
         span = versions.span_of(chunk)
-        view = _scratch(span)
+        view = self._memory.take(span.nbytes)
         self._files.read_pieces(versions.pieces(chunk), span.start, view, f"reading {name!r} for its checksum")
         versions.sums[chunk], versions.known[chunk] = checksum(view), True
 
@@ -260,7 +261,7 @@ class Generations:
         versions = self.versions(name)
         if versions.known[chunk]:
             whole = versions.span_of(chunk)
-            self.read(versions, whole.start, _scratch(whole), f"reading back {name!r}")
+            self.read(versions, whole.start, self._memory.take(whole.nbytes), f"reading back {name!r}")
 
     def _refuse_if_failed(self, name: str, versions: Versions) -> None:
         if versions.lost:
@@ -316,10 +317,3 @@ def _record(nbytes: int, versions: Versions) -> ExtentRecord:
 def _part(view: memoryview, start: int, spans: Sequence[Span]) -> memoryview:
     """Of ``view``, which begins at ``start`` of the extent, what neighbouring ``spans`` cover."""
     return view[spans[0].start - start : spans[-1].end - start]
-
-
-def _scratch(span: Span) -> memoryview:
-    """Page-aligned memory for a chunk; it goes with the last view of it."""
-    nbytes = span.end - span.start
-    pages, begin = map_memory(nbytes)
-    return memoryview(pages)[begin : begin + nbytes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 
 import torch
 
@@ -34,6 +35,27 @@ def map_memory(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> tuple[mmap.mma
         with contextlib.suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE, begin, whole)
     return region, begin
+
+
+def scratch(nbytes: int) -> memoryview:
+    """Page-aligned memory; it goes with the last view of it."""
+    pages, begin = map_memory(nbytes)
+    return memoryview(pages)[begin : begin + nbytes]
+
+
+class ThreadScratch:
+    """Page-aligned memory for what one call at a time of each thread needs it for. Mapping it anew would cost more than what a
+    drive takes to fill it."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Memory that this thread may use until it asks again."""
+        found: memoryview | None = getattr(self._of_thread, "memory", None)
+        if found is None or len(found) < nbytes:
+            found = self._of_thread.memory = scratch(nbytes)
+        return found[:nbytes]
 
 
 def _keep_from_forks(region: mmap.mmap) -> None:

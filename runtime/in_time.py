@@ -9,16 +9,44 @@ for with a timeout already, it is made right there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
 from lohan_fx.errors import LaneTimeout
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 1.0
 INTERRUPT_S = 2.0
+
+
+def patience_s(error: BaseException) -> float:
+    """How long, after ``error``, to wait for calls under way: not long where it says that a drive may hang, or is Ctrl-C."""
+    may_hang = isinstance(error, LaneTimeout) or not isinstance(error, Exception)
+    return INTERRUPT_S if may_hang else DEFAULT_TIMEOUT_S
+
+
+def several(calls: Iterable[tuple[Callable[[], None], str]], threads: int) -> None:
+    """Make all ``calls``, each with what it does in words, so many at a time. Raises the first error when none is under way any
+    more; those that hang are left behind."""
+    under_way: deque[Work[None]] = deque()
+    lane = Lane("several", threads=threads)
+    close_s = DEFAULT_TIMEOUT_S
+    try:
+        for call, what in calls:
+            if len(under_way) == 2 * threads:
+                under_way.popleft().wait()
+            under_way.append(lane.submit(call, label=what))
+        while under_way:
+            under_way.popleft().wait()
+    except BaseException as error:
+        close_s = patience_s(error)
+        raise
+    finally:
+        with suppress(LaneTimeout):
+            lane.close(close_s)
 
 
 class InTime:

@@ -16,7 +16,7 @@ from lohan_fx.runtime.device_link import DeviceLink, link_to
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
 from lohan_fx.runtime.moments import Moments, Passing
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.nvme_store import NvmeStore, ssd_threads
 from lohan_fx.runtime.room import Room
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import Timeline
@@ -29,8 +29,6 @@ SWAP_OUT_PRIORITY = 1
 STATE_READ_PRIORITY = 2
 STATE_WRITE_PRIORITY = 3
 
-SSD_THREADS = 3
-"""Per drive: as many requests at a time."""
 ACTIVATIONS = "activations"
 """Purpose of the host memory that they are swapped to."""
 OTHER_THREADS = 2
@@ -214,11 +212,6 @@ def start_machine(store: NvmeStore, device: torch.device, timeline: Timeline, wi
     # What a thread says is partly said for the process (MKL, threads started later): the last word is ours.
     torch.set_num_threads(compute_threads)
     return machine
-
-
-def ssd_threads(drives: int) -> int:
-    """Of the lane that serves so many drives: a request is on one of them at a time, and by chance two are on the same."""
-    return SSD_THREADS * max(1, drives)
 
 
 def use_threads(threads: int) -> None:

@@ -35,7 +35,7 @@ from lohan_fx.runtime.file_backend import FileBackend, PosixBackend, lock_direct
 from lohan_fx.runtime.generation_files import generations_in, refuse_checkpoints
 from lohan_fx.runtime.generations import Generations
 from lohan_fx.runtime.host_pool import page_padded_bytes
-from lohan_fx.runtime.in_time import InTime
+from lohan_fx.runtime.in_time import InTime, several
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
 from lohan_fx.runtime.manifest import MAX_SLOTS, Manifest
 from lohan_fx.runtime.store_arguments import check_directory, check_striping, log_buffered, memory_of
@@ -44,8 +44,15 @@ from lohan_fx.runtime.store_space import take_space
 from lohan_fx.runtime.striping import Piece, parts_between
 
 DEFAULT_STRIPE_BYTES = 4 * 1024 * 1024
+SSD_THREADS = 3
+"""Callers per drive that keep it busy."""
 
 _LOG = logging.getLogger(__name__)
+
+
+def ssd_threads(drives: int) -> int:
+    """For so many drives: a request is on one of them at a time, and by chance two are on the same."""
+    return SSD_THREADS * max(1, drives)
 
 
 class NvmeStore:
@@ -239,15 +246,19 @@ class NvmeStore:
 
     def _verify(self, generations: Generations) -> None:
         """A call per chunk: reading all may take longer than any one call is waited for."""
-        for name, versions in self._extents.kept():
-            for chunk in versions.fresh():
-                self._in_time(partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
+        fresh = ((name, chunk) for name, versions in self._extents.kept() for chunk in versions.fresh())
+        calls = ((partial(generations.verify, *one), "reading back chunk {1} of {0!r}".format(*one)) for one in fresh)
+        several(calls, ssd_threads(self.drives))
 
     def _find_checksums(self, generations: Generations) -> None:
         """Of what was written in parts, or before checkpoints were asked for, which may be all: a call per chunk, as above."""
-        for name, chunk in generations.without_checksum():
-            find = partial(generations.find_checksum, name, chunk)
-            self._in_time(find, f"reading chunk {chunk} of {name!r} for its checksum")
+        unknown = list(generations.without_checksum())
+        calls = (
+            (partial(generations.find_checksum, *one), "reading chunk {1} of {0!r} for its checksum".format(*one))
+            for one in unknown
+        )
+        if unknown:
+            several(calls, ssd_threads(self.drives))
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""

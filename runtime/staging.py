@@ -22,10 +22,9 @@ import torch
 
 from lohan_fx.errors import LaneTimeout
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
-from lohan_fx.runtime.in_time import INTERRUPT_S
+from lohan_fx.runtime.in_time import patience_s
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
-from lohan_fx.runtime.machine import ssd_threads
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.nvme_store import NvmeStore, ssd_threads
 
 REQUEST_BYTES = 4 << 20
 """Of a part, for those who cut."""
@@ -129,8 +128,7 @@ class Staging:
         try:
             yield
         except BaseException as error:
-            may_hang = isinstance(error, LaneTimeout) or not isinstance(error, Exception)
-            self._end(INTERRUPT_S if may_hang else DEFAULT_TIMEOUT_S)
+            self._end(patience_s(error))
             raise
 
     def _end(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

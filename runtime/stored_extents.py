@@ -1,10 +1,12 @@
 """stored_extents: a checkpoint read where it lies, without a store: for ``lohan-fx fsck`` and ``lohan-fx export``.
 
-Guarantees: nothing is written but the lock, which keeps runs away meanwhile; no link is followed; memory is one chunk.
+Guarantees: nothing is written but the lock, which keeps runs away meanwhile; no link is followed; memory is a chunk for each
+thread that reads. What is read comes from the drives and not from the page cache, where the file system can do that.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from lohan_fx.errors import StoreError
 from lohan_fx.runtime.checksum import checksum
 from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
 from lohan_fx.runtime.generation_files import survey
+from lohan_fx.runtime.huge_pages import ThreadScratch
 from lohan_fx.runtime.manifest import ExtentRecord
 from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.striping import parts_between
@@ -36,6 +39,7 @@ class StoredExtents:
                 f"a directory is named twice among {', '.join(map(str, directories))}: name each drive's once"
             )
         self._fds: list[int] = []
+        self._memory = ThreadScratch()
         with ExitStack() as taken:
             for directory in self._directories:
                 with reported_as_store_error(f"locking {directory}"):
@@ -59,15 +63,21 @@ class StoredExtents:
     ) -> None:
         self._taken.close()
 
-    def read(self, record: ExtentRecord, chunk: int) -> tuple[bytes, bool]:
-        """The chunk's whole pages, and whether they are what was written. Raises ``StoreError`` if the drive fails."""
+    @property
+    def drives(self) -> int:
+        """How many directories there are."""
+        return len(self._directories)
+
+    def read(self, record: ExtentRecord, chunk: int) -> tuple[memoryview, bool]:
+        """The chunk's whole pages, and whether they are what was written. Raises ``StoreError`` if the drive fails.
+        Any thread; the bytes are there until it reads again."""
         start = chunk * record.chunk_bytes
         end = min(start + record.chunk_bytes, record.padded_bytes)
-        data = bytearray(end - start)
+        data = self._memory.take(end - start)
         for part in parts_between(record.slots[record.current[chunk]], start, end):
-            view = memoryview(data)[part.start_bytes - start : part.end_bytes - start]
+            view = data[part.start_bytes - start : part.end_bytes - start]
             self._fill(view, part.file_index, part.file_offset_bytes)
-        return bytes(data), checksum(data) == int(record.sums[chunk])
+        return data, checksum(data) == int(record.sums[chunk])
 
     def place(self, record: ExtentRecord, chunk: int) -> str:
         """Where the chunk begins, for people."""
@@ -87,8 +97,14 @@ class StoredExtents:
 
 
 def _open(path: Path, nbytes: int) -> int:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with reported_as_store_error(f"opening {path}"):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = os.open(path, flags)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
         os.close(fd)

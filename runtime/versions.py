@@ -32,6 +32,10 @@ class Span:
     end: int
     whole: bool
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
 
 class Versions:
     """``slots``: the pieces of each slot, all of ``padded_bytes``. What was never written has no known checksum."""

@@ -14,9 +14,11 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -24,6 +26,7 @@ from lohan_fx.checkpoints.plain_json import DTYPES, decoded_tensor
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.generation_files import CHECKPOINTS
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
+from lohan_fx.runtime.nvme_store import ssd_threads
 from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.stored_extents import StoredExtents
 
@@ -31,6 +34,8 @@ SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64"
                "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
                "uint64": "U64", "bool": "BOOL", "complex64": "C64"}  # fmt: skip
 Add = Callable[..., argparse.ArgumentParser]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def add_checkpoint_commands(add_parser: Add) -> None:
@@ -67,19 +72,32 @@ def _fsck(arguments: argparse.Namespace) -> int:
 def _check(stored: StoredExtents, manifest: Manifest) -> list[str]:
     """Print what is damaged of a checkpoint; the names of the extents."""
     damaged: list[str] = []
-    nbytes = chunks = 0
-    for name, record in manifest.extents.items():
-        for chunk in range(len(record.sums)):
-            problem = _problem(stored, record, chunk)
-            chunks += 1
-            if problem is not None:
-                damaged.append(name)
-                print(f"checkpoint {manifest.generation}: chunk {chunk} of {name!r} {problem}")
-        nbytes += record.padded_bytes
+    nbytes, chunks = sum(record.padded_bytes for record in manifest.extents.values()), 0
+    every = ((name, r, chunk) for name, r in manifest.extents.items() for chunk in range(len(r.sums)))
+    for (name, _, chunk), problem in _in_order(
+        lambda one: _problem(stored, *one[1:]), every, ssd_threads(stored.drives)
+    ):
+        chunks += 1
+        if problem is not None:
+            damaged.append(name)
+            print(f"checkpoint {manifest.generation}: chunk {chunk} of {name!r} {problem}")
     verdict = f"{len(damaged)} of {chunks} chunks are damaged" if damaged else f"all {chunks} chunks are whole"
     step = manifest.state.get("step")
     print(f"checkpoint {manifest.generation} (after step {step}): {nbytes:,} bytes, {verdict}")
     return damaged
+
+
+def _in_order(call: Callable[[T], R], values: Iterable[T], threads: int) -> Iterator[tuple[T, R]]:
+    """Each value with what ``call`` says of it, found for so many at a time."""
+    with ThreadPoolExecutor(threads) as pool:
+        under_way: deque[tuple[T, Future[R]]] = deque()
+        for value in values:
+            under_way.append((value, pool.submit(call, value)))
+            if len(under_way) > threads:
+                first, found = under_way.popleft()
+                yield first, found.result()
+        for first, found in under_way:
+            yield first, found.result()
 
 
 def _problem(stored: StoredExtents, record: ExtentRecord, chunk: int) -> str | None:
@@ -192,4 +210,4 @@ def _pieces(stored: StoredExtents, manifest: Manifest, entry: Mapping[str, Any])
         if not good:
             raise StoreError(f"chunk {chunk} of {name!r} is damaged ({stored.place(record, chunk)}): see lohan-fx fsck")
         used = min(len(data), record.nbytes - chunk * record.chunk_bytes)
-        yield torch.frombuffer(bytearray(data[:used]), dtype=dtype)
+        yield torch.frombuffer(data, dtype=torch.uint8)[:used].view(dtype)

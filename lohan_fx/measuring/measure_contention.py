@@ -32,8 +32,8 @@ from lohan_fx.measuring.measure_nvme import Access, fill, load, measure_drives, 
 from lohan_fx.runtime.arrival import Arrival
 from lohan_fx.runtime.host_pool import PAGE_BYTES
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import SSD_THREADS, use_threads
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.machine import use_threads
+from lohan_fx.runtime.nvme_store import SSD_THREADS, NvmeStore
 from lohan_fx.runtime.room import LEAST_BYTES, Room
 from lohan_fx.runtime.timeline import Timeline
 

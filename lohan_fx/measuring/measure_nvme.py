@@ -36,8 +36,7 @@ from lohan_fx.measuring import machine
 from lohan_fx.runtime.file_backend import PosixBackend
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.lanes import Lane, Work
-from lohan_fx.runtime.machine import SSD_THREADS
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.nvme_store import SSD_THREADS, NvmeStore
 from lohan_fx.runtime.timeline import Timeline
 
 SHARES = {256 * 2**10: 1, 2**20: 2, 4 * 2**20: 4, 8 * 2**20: 4}

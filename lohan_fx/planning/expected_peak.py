@@ -21,7 +21,7 @@ from lohan_fx.planning import staging
 from lohan_fx.planning.budgets import captured_bytes
 from lohan_fx.planning.memory_model import host_bytes, resident_bytes
 from lohan_fx.request import Request, node_seconds
-from lohan_fx.runtime.machine import ssd_threads
+from lohan_fx.runtime.nvme_store import ssd_threads
 from lohan_fx.runtime.slots import STATE_DTYPE
 from lohan_fx.runtime.state_buffer import states_bytes, used_bytes
 from lohan_fx.simulation.simulated_step import simulated_transit

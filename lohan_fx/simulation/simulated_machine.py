@@ -16,7 +16,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import PYTHON_LANE, ParameterPlan, Plan, Tier
 from lohan_fx.planning.budgets import fixed_bytes, staging_bytes
 from lohan_fx.planning.memory_model import resident_bytes
-from lohan_fx.runtime.machine import SSD_THREADS
+from lohan_fx.runtime.nvme_store import SSD_THREADS
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
 from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
 from lohan_fx.runtime.turns import Turns
@@ -52,7 +52,7 @@ class SimulatedMachine:
         self.parameters = {p.name: p for p in plan.parameters}
         self.clock = Clock(Contention.of(hw).speeds)
         self.on_cpu = plan.device == "cpu"
-        # Each job at the rate of all drives together: for those of each drive, at its own (``machine.ssd_threads``).
+        # Each job at the rate of all drives together: for those of each drive, at its own (``nvme_store.ssd_threads``).
         self.ssd = SimulatedLane(self.clock, threads=SSD_THREADS)
         self.h2d, self.d2h, self.cpu = (SimulatedLane(self.clock) for _ in range(3))
         self._together = _together(plan, TRANSFERS if transfers is None else transfers)

@@ -13,7 +13,10 @@ import torch
 
 import lohan_fx
 from lohan_fx.compile import compiled
+from lohan_fx.forecasting.forecast import Asked, make_request
+from lohan_fx.forecasting.meta_capture import MetaCapture, meta_capture
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.pipeline import plan_training
 from lohan_fx.plan import OptimizerTiming, Plan, Recompute, Swap, Tier
 from lohan_fx.policies import ALL, FORCED
 from tests.end_to_end.models import GPT2, GPT2_SHALLOW, LLAMA, Case
@@ -111,7 +114,7 @@ def streamed(case: Case, hw: HardwareProfile, nvme: Path, policy: str, device_me
 def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
     case: Case, policy: str, hw: HardwareProfile, tmp_path: Path
 ) -> None:
-    device_memory = _less(hw, tmp_path, policy) if case is GPT2 and policy in DEVICE_SHARE else None
+    device_memory = _less(hw, policy) if case is GPT2 and policy in DEVICE_SHARE else None
     found = streamed(case, hw, tmp_path, policy, device_memory)
     assert_same(found.run, plain_once(case, STEPS))
     plan = found.run.plan
@@ -128,15 +131,19 @@ def test_policies_are_bit_equal_to_eager_and_move_what_they_predict(
         assert done >= ways & {TO_HOST, TO_NVME} or case is not GPT2
 
 
-def _less(hw: HardwareProfile, nvme: Path, policy: str) -> int:
+def _less(hw: HardwareProfile, policy: str) -> int:
     """Device memory at which ``policy`` has to do something on GPT-2."""
-    model = GPT2.build()
-    options: dict[str, Any] = {"host_memory": "2GiB", "compute_dtype": torch.float32, "policy": policy}
-    with lohan_fx.releasing(lohan_fx.compile(model, hw, nvme=nvme, **options)):
-        prediction = lohan_fx.prepare(model, **GPT2.batch()).prediction
-    torch._dynamo.reset()
-    assert prediction is not None
-    return int(prediction.peak_bytes["device"] * DEVICE_SHARE[policy])
+    found = _captured_once()
+    asked = Asked(hw, policy=policy, compute_dtype=torch.float32, host_memory_bytes=2 << 30)
+    request = make_request(found, asked)
+    _, plan = plan_training(found.joint, request, num_outputs=found.num_outputs, parameters=found.parameters)
+    assert plan.prediction is not None
+    return int(plan.prediction.peak_bytes["device"] * DEVICE_SHARE[policy])
+
+
+@functools.cache
+def _captured_once() -> MetaCapture:
+    return meta_capture(GPT2.build(), GPT2.batch(), compute_dtype=torch.float32)
 
 
 def _homes(plan: Plan) -> set[tuple[Tier, Tier | None, Tier | None]]:

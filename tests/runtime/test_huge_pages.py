@@ -6,8 +6,9 @@ import ctypes
 import errno
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
-from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, map_memory
+from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES, PAGE_BYTES, ThreadScratch, map_memory, scratch
 
 NBYTES = 2 * HUGE_PAGE_BYTES
 
@@ -54,3 +55,22 @@ class _Refusing(mmap.mmap):
 def test_a_kernel_that_cannot_give_children_zeros_gives_them_nothing() -> None:
     region, _ = map_memory(PAGE_BYTES, _Refusing)
     assert vars(region) == {"heard": [mmap.MADV_DONTFORK]}
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def test_scratch_lies_on_pages() -> None:
+    for nbytes in (PAGE_BYTES, 3 * PAGE_BYTES, NBYTES + PAGE_BYTES):
+        memory = scratch(nbytes)
+        assert len(memory) == nbytes and address_of(memory) % PAGE_BYTES == 0
+
+
+def test_a_thread_has_its_scratch_for_itself_and_again() -> None:
+    memory = ThreadScratch()
+    mine = memory.take(2 * PAGE_BYTES)
+    assert address_of(memory.take(PAGE_BYTES)) == address_of(mine) and len(memory.take(PAGE_BYTES)) == PAGE_BYTES
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: address_of(memory.take(PAGE_BYTES))).result() != address_of(mine)
+    assert len(memory.take(NBYTES)) == NBYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import threading
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from lohan_fx.errors import LaneTimeout
-from lohan_fx.runtime.in_time import InTime
+from lohan_fx.runtime import in_time as in_time_module
+from lohan_fx.runtime.in_time import InTime, several
 from lohan_fx.runtime.lanes import Work
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -52,6 +54,49 @@ def test_a_call_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> No
     in_time.close()
     # The abandoned lane idles as a daemon for as long as the process lives; here it must not count as a leak.
     lanes[0].name = "left behind"
+
+
+def test_several_calls_are_made_at_the_same_time() -> None:
+    met, made = threading.Barrier(3, timeout=60.0), list[int]()
+
+    def call(number: int) -> None:
+        met.wait()
+        made.append(number)
+
+    several(((functools.partial(call, number), f"call {number}") for number in range(12)), threads=3)
+    assert sorted(made) == list(range(12))
+    several((), threads=3)
+
+
+@pytest.mark.parametrize("fails", [0, 5, 11])
+def test_the_first_error_of_several_comes_when_none_is_under_way(fails: int) -> None:
+    under_way, lock, begun = set[int](), threading.Lock(), list[int]()
+
+    def call(number: int) -> None:
+        with lock:
+            begun.append(number)
+            under_way.add(number)
+        time.sleep(0.005)
+        with lock:
+            under_way.discard(number)
+        if number == fails:
+            raise OSError(f"call {number} failed")
+
+    with pytest.raises(OSError, match=f"call {fails} failed"):
+        several(((functools.partial(call, number), f"call {number}") for number in range(12)), threads=3)
+    assert not under_way and len(begun) <= fails + 1 + 2 * 3
+
+
+def test_those_of_several_that_hang_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Work.wait, "__defaults__", (0.05,))
+    monkeypatch.setattr(in_time_module, "INTERRUPT_S", 0.05)
+    released = threading.Event()
+    with pytest.raises(LaneTimeout, match=r"'call 0' on lane 'several'"):
+        several(((functools.partial(released.wait, 60.0), f"call {number}") for number in range(3)), threads=2)
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("lohan-several"):
+            thread.join(60.0)
 
 
 def test_an_interrupt_is_heard_once_the_call_is_over() -> None:

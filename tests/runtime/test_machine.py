@@ -11,8 +11,8 @@ import torch
 
 from lohan_fx.plan import Windows
 from lohan_fx.runtime.lanes import Lane
-from lohan_fx.runtime.machine import SSD_THREADS, start_machine, use_threads
-from lohan_fx.runtime.nvme_store import NvmeStore
+from lohan_fx.runtime.machine import start_machine, use_threads
+from lohan_fx.runtime.nvme_store import SSD_THREADS, NvmeStore
 from lohan_fx.runtime.timeline import Timeline
 
 pytestmark = pytest.mark.usefixtures("leak_check")

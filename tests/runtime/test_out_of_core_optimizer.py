@@ -26,7 +26,8 @@ from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.held_gradients import HeldGradients
 from lohan_fx.runtime.host_pool import Buffer, HostPool
 from lohan_fx.runtime.lanes import Work
-from lohan_fx.runtime.machine import SSD_THREADS, Machine
+from lohan_fx.runtime.machine import Machine
+from lohan_fx.runtime.nvme_store import SSD_THREADS
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from lohan_fx.runtime.slots import ParameterSlot, Residency
 from lohan_fx.runtime.state_buffer import SMALL_BUFFERS, SMALL_ELEMENTS, StateBuffer

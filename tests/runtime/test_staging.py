@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime import staging
+from lohan_fx.runtime import in_time, staging
 from lohan_fx.runtime.host_pool import PAGE_BYTES
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -166,7 +166,7 @@ def test_what_a_write_behind_raises_comes_at_the_end(store: NvmeStore, backend: 
 
 
 def test_an_interrupt_does_not_wait_for_a_drive_that_hangs(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "INTERRUPT_S", 0.1)
+    monkeypatch.setattr(in_time, "INTERRUPT_S", 0.1)
     hangs, write = threading.Event(), store.write
 
     def stuck(*args: Any) -> None:

@@ -288,9 +288,10 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_python_m_lohan_fx() -> None:
-    done = run_module("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"lohan-fx {lohan_fx.__version__}\n", "")
+def test_python_m_lohan_fx(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr() == (f"lohan-fx {lohan_fx.__version__}\n", "")
     done = run_module("dump", "none.json")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("lohan-fx: ") and "none.json" in done.stderr

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,31 @@ def test_a_whole_checkpoint(checkpointed: tuple[list[Path], Weights], capsys: py
     assert [line.split(":")[0] for line in told] == ["checkpoint 1 (after step 1)", "checkpoint 2 (after step 2)"]
     assert all("chunks are whole" in line for line in told)
     assert {path: path.read_bytes() for path in directories[0].parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_drive_is_read_and_not_the_page_cache(
+    refused: bool,
+    checkpointed: tuple[list[Path], Weights],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the file system can do that."""
+    flags: list[int] = []
+    really = os.open
+
+    def opened(path: Path, how: int, *args: Any, **options: Any) -> int:
+        if str(path).endswith(STORE_NAME):
+            flags.append(how)
+            if refused and how & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really(path, how, *args, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert main(arguments("fsck", checkpointed[0])) == 0
+    assert "chunks are whole" in capsys.readouterr().out
+    directly = [bool(how & os.O_DIRECT) for how in flags]
+    assert directly == ([True, False] * 2 if refused else [True] * 2)
 
 
 def test_damage_is_named_and_so_is_what_is_left(
