@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from lohan_fx.runtime.timeline import Event
-
 _DONE = 1e-9
 """A job is done when less than this share of it is left: its share of rounding errors, and of no one's patience."""
 
@@ -46,6 +44,12 @@ class Signal:
         self._waiting.append(thread)
 
 
+Uses = tuple[str, float, float]
+"""Drive, cores and bytes/s of memory."""
+Recorded = tuple[str, str, float, float, int]
+"""An ``Event`` to be: lane, label, start and end in seconds, bytes. There are a million of these for each that is looked at."""
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """Work on ``lane`` that takes ``seconds`` at full speed; ``bytes`` is what it moves.
@@ -62,8 +66,12 @@ class Job:
     cores: float = 0.0
     memory_bytes_per_s: float = 0.0
     recorded: bool = True
+    uses: Uses = field(init=False)
     left_s: float = field(init=False, default=0.0)
     start_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.uses = self.drive, self.cores, self.memory_bytes_per_s
 
 
 Thread = Generator[Job | Signal, None, None]
@@ -76,11 +84,11 @@ class Clock:
 
     def __init__(self, speeds: Speeds) -> None:
         self.now_s = 0.0
-        self.events: list[Event] = []
+        self.events: list[Recorded] = []
         self.ready: deque[Thread] = deque()
         self._speeds = speeds
         self._running: list[tuple[Job, Thread]] = []
-        self._known: dict[tuple[tuple[str, float, float], ...], Sequence[float]] = {}
+        self._known: dict[tuple[Uses, ...], Sequence[float]] = {}
 
     def signal(self) -> Signal:
         return Signal(self)
@@ -110,25 +118,23 @@ class Clock:
     def _advance(self) -> None:
         """To the next moment at which a job is done."""
         running = self._running
-        speeds = self._speeds_of(running)
-        step_s = min([job.left_s / speed for (job, _), speed in zip(running, speeds, strict=True)])
-        self.now_s += step_s
-        self._running = []
-        for (job, thread), speed in zip(running, speeds, strict=True):
-            job.left_s -= step_s * speed
-            if job.left_s > _DONE * job.seconds:
-                self._running.append((job, thread))
+        company = tuple([job.uses for job, _ in running])
+        speeds = self._known.get(company)
+        if speeds is None:
+            speeds = self._known[company] = self._speeds([job for job, _ in running])
+        step_s = min([one[0].left_s / speed for one, speed in zip(running, speeds, strict=True)])
+        now_s = self.now_s = self.now_s + step_s
+        left: list[tuple[Job, Thread]] = []
+        for one, speed in zip(running, speeds, strict=True):
+            job, thread = one
+            left_s = job.left_s = job.left_s - step_s * speed
+            if left_s > _DONE * job.seconds:
+                left.append(one)
                 continue
             if job.recorded:
-                self.events.append(Event(job.lane, job.label, job.start_s, self.now_s, job.bytes))
+                self.events.append((job.lane, job.label, job.start_s, now_s, job.bytes))
             self.ready.append(thread)
-
-    def _speeds_of(self, running: Sequence[tuple[Job, Thread]]) -> Sequence[float]:
-        company = tuple([(job.drive, job.cores, job.memory_bytes_per_s) for job, _ in running])
-        found = self._known.get(company)
-        if found is None:
-            found = self._known[company] = self._speeds([job for job, _ in running])
-        return found
+        self._running = left
 
 
 class SimulatedLane:

@@ -18,7 +18,7 @@ from lohan_fx.planning.budgets import fixed_bytes, staging_bytes
 from lohan_fx.planning.memory_model import resident_bytes
 from lohan_fx.runtime.nvme_store import SSD_THREADS
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, buffer_bytes, small_buffers
-from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL, Event
+from lohan_fx.runtime.timeline import COMPUTE_LANE, STALL
 from lohan_fx.runtime.turns import Turns
 from lohan_fx.simulation.contention import Contention
 from lohan_fx.simulation.event_clock import ALL_CORES, Clock, Job, Signal, SimulatedLane, SimulatedShelf, Thread
@@ -256,7 +256,7 @@ class ComputeStream:
     def _note_idle(self) -> None:
         now_s = self._clock.now_s
         if now_s > self.idle_since_s:
-            self._clock.events.append(Event(COMPUTE_LANE, f"{STALL}{self.waiting_for}", self.idle_since_s, now_s))
+            self._clock.events.append((COMPUTE_LANE, f"{STALL}{self.waiting_for}", self.idle_since_s, now_s, 0))
         self.idle_since_s = now_s
 
     def _forget_idle(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -179,7 +180,7 @@ class _Step:
 
         def ends() -> None:
             self._ends_s[name] = clock.now_s
-            clock.events.append(Event(COMPUTE_LANE, name, begun_s, clock.now_s))
+            clock.events.append((COMPUTE_LANE, name, begun_s, clock.now_s, 0))
 
         machine.memory.stage_begins(base_bytes)
         yield from machine.compute.stage(True, begins)
@@ -231,9 +232,9 @@ class _Step:
         backward_end_s = self._ends_s.get("backward", self._ends_s["forward"]) - begun_s
         events = tuple(
             # What the step before began is counted from here.
-            dataclasses.replace(event, start_s=max(0.0, event.start_s - begun_s), end_s=event.end_s - begun_s)
-            for event in sorted(clock.events, key=lambda event: event.start_s)
-            if event.end_s <= self.ended_s  # what it began for the next step is the next step's
+            Event(lane, label, max(0.0, start_s - begun_s), end_s - begun_s, nbytes)
+            for lane, label, start_s, end_s, nbytes in sorted(clock.events, key=operator.itemgetter(2))
+            if end_s <= self.ended_s  # what it began for the next step is the next step's
         )
         points = (point for point in machine.memory.curve if point.time_s <= self.ended_s)
         curve = tuple(dataclasses.replace(point, time_s=point.time_s - begun_s) for point in points)
