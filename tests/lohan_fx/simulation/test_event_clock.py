@@ -24,7 +24,7 @@ def one(found: Job) -> Thread:
 
 
 def times(clock: Clock) -> list[tuple[str, float, float]]:
-    return [(e.label, e.start_s, e.end_s) for e in clock.events]
+    return [(label, start_s, end_s) for _, label, start_s, end_s, _ in clock.events]
 
 
 def test_jobs_that_share_end_when_their_work_is_done() -> None:
