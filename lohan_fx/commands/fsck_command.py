@@ -9,6 +9,7 @@ The directories are those of the run, in its order. Neither changes anything in 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -73,10 +74,9 @@ def _check(stored: StoredExtents, manifest: Manifest) -> list[str]:
     """Print what is damaged of a checkpoint; the names of the extents."""
     damaged: list[str] = []
     nbytes, chunks = sum(record.padded_bytes for record in manifest.extents.values()), 0
-    every = ((name, r, chunk) for name, r in manifest.extents.items() for chunk in range(len(r.sums)))
-    for (name, _, chunk), problem in _in_order(
-        lambda one: _problem(stored, *one[1:]), every, ssd_threads(stored.drives)
-    ):
+    every = ((name, record, chunk) for name, record in manifest.extents.items() for chunk in range(len(record.sums)))
+    problems = _in_order(functools.partial(_problem, stored), every, ssd_threads(stored.drives))
+    for (name, _, chunk), problem in problems:
         chunks += 1
         if problem is not None:
             damaged.append(name)
@@ -100,7 +100,9 @@ def _in_order(call: Callable[[T], R], values: Iterable[T], threads: int) -> Iter
             yield first, found.result()
 
 
-def _problem(stored: StoredExtents, record: ExtentRecord, chunk: int) -> str | None:
+def _problem(stored: StoredExtents, where: tuple[str, ExtentRecord, int]) -> str | None:
+    """What is wrong with a chunk of an extent, if anything."""
+    _, record, chunk = where
     try:
         _, good = stored.read(record, chunk)
     except StoreError as error:
