@@ -6,6 +6,9 @@ INSTALLED := .venv/.installed
 WORKERS ?= 2
 QUIET := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1
 
+# Else each process would compile all that it imports: a new one for each command, and for each test that needs one.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-exhaustive lint check wheel-check clean
 
 demo: $(INSTALLED)
@@ -29,7 +32,7 @@ wheel-check: $(INSTALLED)
 
 # torch comes first and pinned, so that all have the same one. PyPI's wheel for Linux brings CUDA, gigabytes: without a GPU,
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for the CPU.
-# What is imported is compiled then; all that is installed takes a core a minute.
+# What is imported is compiled then; all that is installed would take a core a minute.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==2.13.0 setuptools
