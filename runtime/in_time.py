@@ -8,6 +8,7 @@ for with a timeout already, it is made right there.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,11 +32,15 @@ def patience_s(error: BaseException) -> float:
 def several(calls: Iterable[tuple[Callable[[], None], str]], threads: int) -> None:
     """Make all ``calls``, each with what it does in words, so many at a time. Raises the first error when none is under way any
     more; those that hang are left behind."""
+    left = iter(calls)
+    first = next(left, None)
+    if first is None:  # as at most commits, which must not pay for threads
+        return
     under_way: deque[Work[None]] = deque()
     lane = Lane("several", threads=threads)
     close_s = DEFAULT_TIMEOUT_S
     try:
-        for call, what in calls:
+        for call, what in itertools.chain((first,), left):
             if len(under_way) == 2 * threads:
                 under_way.popleft().wait()
             under_way.append(lane.submit(call, label=what))

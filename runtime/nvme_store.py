@@ -246,19 +246,20 @@ class NvmeStore:
 
     def _verify(self, generations: Generations) -> None:
         """A call per chunk: reading all may take longer than any one call is waited for."""
-        fresh = ((name, chunk) for name, versions in self._extents.kept() for chunk in versions.fresh())
-        calls = ((partial(generations.verify, *one), "reading back chunk {1} of {0!r}".format(*one)) for one in fresh)
+        calls = (
+            (partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
+            for name, versions in self._extents.kept()
+            for chunk in versions.fresh()
+        )
         several(calls, ssd_threads(self.drives))
 
     def _find_checksums(self, generations: Generations) -> None:
         """Of what was written in parts, or before checkpoints were asked for, which may be all: a call per chunk, as above."""
-        unknown = list(generations.without_checksum())
         calls = (
-            (partial(generations.find_checksum, *one), "reading chunk {1} of {0!r} for its checksum".format(*one))
-            for one in unknown
+            (partial(generations.find_checksum, name, chunk), f"reading chunk {chunk} of {name!r} for its checksum")
+            for name, chunk in generations.without_checksum()
         )
-        if unknown:
-            several(calls, ssd_threads(self.drives))
+        several(calls, ssd_threads(self.drives))
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""

@@ -47,7 +47,7 @@ class Signal:
 Uses = tuple[str, float, float]
 """Drive, cores and bytes/s of memory."""
 Recorded = tuple[str, str, float, float, int]
-"""An ``Event`` to be: lane, label, start and end in seconds, bytes. There are a million of these for each that is looked at."""
+"""An ``Event`` to be: lane, label, start and end in seconds, bytes. A search makes very many, and looks at none."""
 
 
 @dataclass(eq=False, slots=True)

@@ -66,8 +66,7 @@ def taken(staged: Staging, extent: str, pages: int, *, per_part: int = 1) -> lis
     return [found[page] for page in range(pages)]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(("kept", "behind"), [(False, False), (True, False), (True, True)])
 def test_what_is_written_is_read(store: NvmeStore, kept: bool, behind: bool) -> None:
     staged = Staging(store)
     if kept:

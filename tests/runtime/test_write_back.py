@@ -21,7 +21,6 @@ from tests.runtime.test_states import SLOTS, Rig
 pytestmark = pytest.mark.usefixtures("leak_check")
 
 TRAINED = [slot for slot in SLOTS if slot.trainable and slot.numel]
-LONG, HALF = 0, 1
 
 
 def changed_in_memory(rig: Rig) -> None:
