@@ -172,13 +172,14 @@ def compile(
         engine.states.chunk_elements = windows.chunk_elements
         engine.wear.max_bytes = max_written
         engine.updates.holds = compute_dtype is torch.float16 if hold_gradients is None else hold_gradients
+        left_bytes = budgets.host_memory_bytes - (process_memory.rss_bytes() - before.rss_bytes)
         if manifests:
-            undo.callback(install(buffers_to_resume(model, initialize)))
+            undo.callback(install(buffers_to_resume(model, initialize, most_bytes=left_bytes)))
             take_up(model, engine, manifests[-1])
         else:
             least = least_chunk_elements(windows) if request.chooses_sizes else windows.chunk_elements
             allocate(engine, found, checkpoints, least)
-            undo.callback(install(fill(engine, model, found, initialize, files)))
+            undo.callback(install(fill(engine, model, found, initialize, files, most_bytes=left_bytes)))
         originals = {slot: original for slot, (_, original) in found.items()}
         CompiledModel(model, engine, request, originals, cleanup, before=before).attach()
         undo.pop_all()

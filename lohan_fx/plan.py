@@ -209,6 +209,10 @@ class ParameterPlan:
         return self.bytes if self.optimizer_runs is OptimizerTiming.NEXT_FORWARD else SUM_BYTES * self.numel
 
 
+WHOLE = 4096
+"""What is moved at once is a multiple of so many elements or bytes: whole pages, of any dtype."""
+
+
 @dataclass(frozen=True)
 class Windows:
     """How far each movement may run ahead, in bytes of the tier that it fills.
@@ -238,8 +242,8 @@ class Windows:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected zero or more bytes")
         for name in ("chunk_elements", "io_bytes"):
             value = getattr(self, name)
-            if value <= 0 or value % 4096:
-                raise ValueError(f"Windows.{name} is {value}: expected a positive multiple of 4096")
+            if value <= 0 or value % WHOLE:
+                raise ValueError(f"Windows.{name} is {value}: expected a positive multiple of {WHOLE}")
         for name, least in (("io_buffers", 1), ("optimizer_buffers", 1), ("gradient_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")

@@ -33,6 +33,15 @@ MOST_BYTES = 64 << 20
 _STAGING = "staging"
 
 
+def requests_bytes(drives: int) -> int:
+    """What calls with parts of ``REQUEST_BYTES`` take at most."""
+    return REQUEST_BYTES * _at_a_time(REQUEST_BYTES, drives)
+
+
+def _at_a_time(part_bytes: int, drives: int) -> int:
+    return max(1, min(MOST_BYTES // part_bytes, ssd_threads(drives)))
+
+
 @dataclass(frozen=True)
 class Part:
     """``nbytes`` of ``extent`` from ``offset`` on, a whole number of pages. ``copy`` fills a buffer with them, to be written; or
@@ -111,8 +120,8 @@ class Staging:
             self._requests.settle()
             self._end()
         if self._requests is None:
-            most = min(MOST_BYTES // largest_bytes, ssd_threads(self._store.drives))
-            self._requests = _Requests(max(1, most if self._keepers else min(most, len(parts))), largest_bytes)
+            most = _at_a_time(largest_bytes, self._store.drives)
+            self._requests = _Requests(most if self._keepers else min(most, max(1, len(parts))), largest_bytes)
         return self._requests
 
     def _settle(self) -> None:

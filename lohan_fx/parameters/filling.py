@@ -7,6 +7,7 @@ unchanged; what its buffers on ``meta`` become is returned, for the caller to pu
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from lohan_fx.parameters.original_parameters import Original
 from lohan_fx.parameters.weight_files import StoredTensor
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.slots import ParameterSlot
+from lohan_fx.runtime.staging import requests_bytes
 
 Found = Mapping[int, tuple[ParameterSlot, Original]]
 Files = Mapping[str, StoredTensor]
@@ -45,16 +47,26 @@ def _stored_bytes(slot: ParameterSlot) -> int:
 
 
 def fill(
-    engine: Engine, model: nn.Module, found: Found, initialize: Initialize | None, files: Files | None = None
+    engine: Engine,
+    model: nn.Module,
+    found: Found,
+    initialize: Initialize | None,
+    files: Files | None = None,
+    *,
+    most_bytes: float = math.inf,
 ) -> Buffers:
-    """Put all parameters into the store, from ``files`` where there are any; the buffers that come with them."""
+    """Put all parameters into the store, from ``files`` where there are any; the buffers that come with them.
+
+    Raises ``InfeasiblePlan`` where what is on ``meta`` takes more than ``most_bytes`` to be initialised, beside staging.
+    """
+    most_bytes -= requests_bytes(engine.store.drives)
     with engine.states.many(behind=True):
         if files is not None:
-            return _fill_from(engine, model, found, files, initialize)
-        return _fill(engine, model, found, initialize)
+            return _fill_from(engine, model, found, files, initialize, most_bytes)
+        return _fill(engine, model, found, initialize, most_bytes)
 
 
-def _fill(engine: Engine, model: nn.Module, found: Found, initialize: Initialize | None) -> Buffers:
+def _fill(engine: Engine, model: nn.Module, found: Found, initialize: Initialize | None, most_bytes: float) -> Buffers:
     """Put all parameters into the store as they are, or as the model initialises them; the buffers that come with them."""
     slots: dict[int, int] = {}
     for number, (_, original) in found.items():
@@ -74,10 +86,12 @@ def _fill(engine: Engine, model: nn.Module, found: Found, initialize: Initialize
         process_memory.return_free_memory()
         engine.states.write_parameter(slots[id(parameter)], value.detach())
 
-    return initialized(model, initialize, store) if has_meta(model) else {}
+    return initialized(model, initialize, store, most_bytes=most_bytes) if has_meta(model) else {}
 
 
-def _fill_from(engine: Engine, model: nn.Module, found: Found, files: Files, initialize: Initialize | None) -> Buffers:
+def _fill_from(
+    engine: Engine, model: nn.Module, found: Found, files: Files, initialize: Initialize | None, most_bytes: float
+) -> Buffers:
     """Put all parameters into the store as ``files`` have them, which ``check_files`` has compared with the model; all
     buffers that the files hold or that were on ``meta``."""
     for number, (_, original) in found.items():
@@ -86,18 +100,22 @@ def _fill_from(engine: Engine, model: nn.Module, found: Found, files: Files, ini
             engine.states.write_piece(number, start, piece)
         for other in others:
             _check_equal(first, other)
-    buffers = _buffers_only(model, initialize, skip=frozenset(files))
+    buffers = _buffers_only(model, initialize, frozenset(files), most_bytes)
     for name, buffer, module, key in _buffers(model):
         if name in files:
             buffers[module, key] = files[name].whole().to(buffer.dtype)
     return buffers
 
 
-def _buffers_only(model: nn.Module, initialize: Initialize | None, skip: frozenset[str]) -> Buffers:
+def _buffers_only(
+    model: nn.Module, initialize: Initialize | None, skip: frozenset[str], most_bytes: float = math.inf
+) -> Buffers:
     """The buffers on ``meta`` that do not come from elsewhere."""
     if not any(buffer.is_meta and name not in skip for name, buffer, *_ in _buffers(model, persistent=False)):
         return {}
-    return initialized(model, initialize, lambda parameter, value: None, parameters=False, skip=skip)
+    return initialized(
+        model, initialize, lambda parameter, value: None, parameters=False, skip=skip, most_bytes=most_bytes
+    )
 
 
 def check_files(model: nn.Module, found: Found, files: Files) -> None:
@@ -131,10 +149,10 @@ def check_files(model: nn.Module, found: Found, files: Files) -> None:
         )
 
 
-def buffers_to_resume(model: nn.Module, initialize: Initialize | None) -> Buffers:
+def buffers_to_resume(model: nn.Module, initialize: Initialize | None, *, most_bytes: float = math.inf) -> Buffers:
     """Those on ``meta``; memory only, where a checkpoint has the values."""
     persistent = {name: (module, key, buffer) for name, buffer, module, key in _buffers(model)}
-    found = _buffers_only(model, initialize, skip=frozenset(persistent))
+    found = _buffers_only(model, initialize, frozenset(persistent), most_bytes)
     for module, key, buffer in persistent.values():
         if buffer.is_meta:
             found[module, key] = torch.empty(buffer.shape, dtype=buffer.dtype)

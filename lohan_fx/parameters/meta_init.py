@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from lohan_fx.errors import InfeasiblePlan
+
 Initialize = Callable[[nn.Module], None]
 Store = Callable[[nn.Parameter, torch.Tensor], None]
 """``store(parameter on meta, its value)``."""
 Buffers = dict[tuple[nn.Module, str], torch.Tensor]
 
+_LOOKED_AT = 1 << 20
+"""Elements at a time: what is found of them takes memory, too."""
 _RESETS = ("reset_parameters", "_reset_parameters")
 _REMEDY = (
     "build the model in lohan_fx.build_on_disk(folder), which needs no more memory and gives the numbers of the CPU, or "
@@ -74,6 +79,25 @@ def has_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """``draw``, what is drawn ``again`` before it, and the modules that are ``finished`` by it. All that they reach is in memory
+    together."""
+
+    draw: _Draw
+    again: list[_Draw]
+    finished: list[nn.Module]
+
+    @property
+    def reach(self) -> list[nn.Module]:
+        return list(dict.fromkeys(module for draw in (*self.again, self.draw) for module in draw.reach))
+
+    def execute(self) -> None:
+        for earlier in self.again:
+            earlier.execute_again()
+        self.draw.execute()
+
+
 def initialized(
     model: nn.Module,
     initialize: Initialize | None,
@@ -81,6 +105,7 @@ def initialized(
     *,
     parameters: bool = True,
     skip: frozenset[str] = frozenset(),
+    most_bytes: float = math.inf,
 ) -> Buffers:
     """Set all parameters on ``meta`` by handing their values to ``store``; the values of the buffers on ``meta``.
 
@@ -88,10 +113,48 @@ def initialized(
     ``parameters`` False: only what has buffers, which is all that is kept. ``skip``: buffers that come from elsewhere.
     The model is unchanged: what is returned is for the caller to put in place.
 
-    Raises ``ValueError`` where a module does not say how, or leaves a number unset.
+    Raises ``ValueError`` where a module does not say how, or leaves a number unset, and ``InfeasiblePlan``, before anything is
+    made, where what must be in memory together takes more than ``most_bytes``.
     """
     names = {module: name for name, module in model.named_modules()}
     remedy = f"{_REMEDY}, or weights=file" if parameters else _NOT_SAVED
+    turns = _turns(model, initialize, names, remedy, parameters=parameters, skip=skip)
+    _check_room(turns, names, most_bytes)
+    buffers: Buffers = {}
+    done: set[int] = set()
+
+    def take(turn: _Turn) -> None:
+        """Nothing of what is made in here is left after it, so that the next one's is all there is."""
+        with _made(turn.reach) as made, torch.no_grad():
+            turn.execute()
+            for (module, kind, name), place in made.items():
+                full = _full(names[module], name)
+                if module not in turn.finished or full in skip:
+                    continue
+                _check_set(place, full, remedy)
+                if kind == "buffer":
+                    buffers[module, name] = place.value
+                elif parameters and id(place.meta) not in done:
+                    done.add(id(place.meta))
+                    assert isinstance(place.meta, nn.Parameter)
+                    store(place.meta, place.value)
+
+    for turn in turns:
+        turn.draw.state = torch.get_rng_state()
+        take(turn)
+    return buffers
+
+
+def _turns(
+    model: nn.Module,
+    initialize: Initialize | None,
+    names: Mapping[nn.Module, str],
+    remedy: str,
+    *,
+    parameters: bool,
+    skip: frozenset[str],
+) -> list[_Turn]:
+    """Every draw that sets what is wanted, in the order of construction."""
     own = {m: _own(m, parameters=parameters, skip=skip, prefix=names[m]) for m in model.modules()}
     wanted = {module for module, found in own.items() if found}
     if initialize is not None:
@@ -104,30 +167,26 @@ def initialized(
     for draw in draws:
         for module in draw.reach:
             touching.setdefault(module, []).append(draw)
-    buffers: Buffers = {}
-    done: set[int] = set()
-    for draw in draws:
-        draw.state = torch.get_rng_state()
+    turns = []
+    for place, draw in enumerate(draws):
         finished = [module for module in draw.reach if touching[module][-1] is draw]
         # What is drawn before a module's last draw only moves the generator: it is drawn again then.
-        again = [d for d in draws if d.state is not None and d is not draw and any(d in touching[m] for m in finished)]
-        reach = list(dict.fromkeys(module for d in (*again, draw) for module in d.reach))
-        with _made(reach) as made, torch.no_grad():
-            for earlier in again:
-                earlier.execute_again()
-            draw.execute()
-            for (module, kind, name), place in made.items():
-                full = _full(names[module], name)
-                if module not in finished or full in skip:
-                    continue
-                _check_set(place, full, remedy)
-                if kind == "buffer":
-                    buffers[module, name] = place.value
-                elif parameters and id(place.meta) not in done:
-                    done.add(id(place.meta))
-                    assert isinstance(place.meta, nn.Parameter)
-                    store(place.meta, place.value)
-    return buffers
+        again = [earlier for earlier in draws[:place] if any(earlier in touching[module] for module in finished)]
+        turns.append(_Turn(draw, again, finished))
+    return turns
+
+
+def _check_room(turns: Iterable[_Turn], names: Mapping[nn.Module, str], most_bytes: float) -> None:
+    for turn in turns:
+        needed = sum(t.nbytes for module in turn.reach for t in _tensors(module) if t.is_meta)
+        if needed > most_bytes:
+            largest = max(turn.reach, key=lambda module: sum(t.nbytes for t in _tensors(module)))
+            raise InfeasiblePlan(
+                f"initialising {names[largest] or 'the model'} (a {type(largest).__name__}), which is on the meta device, takes "
+                f"{needed:,} bytes at once, and host_memory leaves {max(0, int(most_bytes)):,}: allow "
+                f"{math.ceil(needed - most_bytes):,} bytes more, pass weights=file, which is read in pieces, or build the model "
+                "in lohan_fx.build_on_disk(folder)"
+            )
 
 
 def _find_reach(draw: _Draw, wanted: Collection[nn.Module], remedy: str) -> bool:
@@ -251,13 +310,14 @@ def _check_set(place: _Place, name: str, remedy: str) -> None:
     value = place.value
     if not value.numel():
         return
+    pieces = value.detach().reshape(-1).split(_LOOKED_AT)
     if value.dtype in (torch.bool, torch.uint8):
         # The version tells zeros that were set from those that were there; what is set through ``.data`` leaves it.
-        unset = value.numel() if value._version == place.version and not bool(value.any()) else 0
+        unset = value.numel() if value._version == place.version and not any(bool(p.any()) for p in pieces) else 0
     elif value.dtype.is_floating_point or value.dtype.is_complex:
-        unset = int(value.isnan().sum())
+        unset = sum(int(piece.isnan().sum()) for piece in pieces)
     else:
-        unset = value.numel() if bool((value == _nothing(value.dtype)).all()) else 0
+        unset = value.numel() if all(bool((piece == _nothing(value.dtype)).all()) for piece in pieces) else 0
     if unset:
         raise ValueError(
             f"{name} is on the meta device, and its module's initialisation leaves {unset:,} of its {value.numel():,} "

@@ -94,15 +94,19 @@ def search(rewrites: Rewrites, request: Request) -> Plan:
     try:
         return _planned(rewrites, request)
     except InfeasiblePlan:
-        if not request.chooses_sizes:
+        if not request.chooses_staging:
             raise
-    smallest = settled(request, staging.smallest(request.windows))
-    windows_of = None if request.windows_of is None else functools.partial(_smallest_of, request.windows_of)
-    return _planned(rewrites, dataclasses.replace(smallest, chooses_staging=True, windows_of=windows_of))
+    # A resumed training's states are in the pieces of the one before: its other sizes may still be the smallest.
+    smallest = functools.partial(staging.smallest, cut=not request.chooses_sizes)
+    windows_of = None if request.windows_of is None else functools.partial(_smallest_of, request.windows_of, smallest)
+    asked = settled(request, smallest(request.windows))
+    return _planned(rewrites, dataclasses.replace(asked, chooses_staging=True, windows_of=windows_of))
 
 
-def _smallest_of(windows_of: Callable[[int], Windows], promise_bytes: int) -> Windows:
-    return staging.smallest(windows_of(promise_bytes))
+def _smallest_of(
+    windows_of: Callable[[int], Windows], smallest: Callable[[Windows], Windows], promise_bytes: int
+) -> Windows:
+    return smallest(windows_of(promise_bytes))
 
 
 def _planned(rewrites: Rewrites, request: Request) -> Plan:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lohan_fx.plan import Division, Plan, Share, Tier, Use, Windows
+from lohan_fx.plan import WHOLE, Division, Plan, Share, Tier, Use, Windows
 from lohan_fx.planning.budgets import LEAST_BUFFERS, staging_bytes
 from lohan_fx.units import format_bytes, format_seconds
 
@@ -109,10 +110,11 @@ def _doubled(best: Windows, step_s: StepSeconds, price_s: StepSeconds, most: int
     return best
 
 
-def smallest(windows: Windows) -> Windows:
-    """With the smallest sizes that ``choose`` tries, and no more buffers than one drive takes."""
+def smallest(windows: Windows, *, cut: bool = False) -> Windows:
+    """With the smallest sizes that ``choose`` tries, and no more buffers than one drive takes. ``cut``: chunks stay as large,
+    since states are in such pieces on disk."""
     counts = {purpose: min(getattr(windows, purpose), LEAST_BUFFERS) for purpose in PURPOSES}
-    return dataclasses.replace(_resized(windows, min(FACTORS)), **counts)
+    return dataclasses.replace(_resized(windows, min(FACTORS), SIZES[1:] if cut else SIZES), **counts)
 
 
 def least_chunk_elements(windows: Windows) -> int:
@@ -120,8 +122,10 @@ def least_chunk_elements(windows: Windows) -> int:
     return smallest(windows).chunk_elements
 
 
-def _resized(windows: Windows, factor: Fraction) -> Windows:
-    return dataclasses.replace(windows, **{size: int(getattr(windows, size) * factor) for size in SIZES})
+def _resized(windows: Windows, factor: Fraction, sizes: Iterable[str] = SIZES) -> Windows:
+    return dataclasses.replace(
+        windows, **{size: WHOLE * math.ceil(getattr(windows, size) * factor / WHOLE) for size in sizes}
+    )
 
 
 def _others(best: Windows, purpose: str, layer_chunks: int, least: int) -> list[Windows]:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import random
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx import pipeline
 from lohan_fx.checkpoints.training_state import Parts
 from lohan_fx.compile import compiled
-from lohan_fx.errors import StepError, StoreError
+from lohan_fx.errors import InfeasiblePlan, StepError, StoreError
 from lohan_fx.runtime.generation_files import generation_path, generations_in
 from lohan_fx.runtime.manifest import sealed
 from lohan_fx.runtime.store_file import STORE_NAME
@@ -357,6 +359,39 @@ def test_a_checkpoint_from_before_that_was_saved_is_resumed(begin: Begin, monkey
     assert again.resume() is not None
     assert compiled(again.model).engine.micro_batches.expected == 1
     again.step()
+
+
+def test_a_promise_that_holds_a_training_holds_it_resumed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least there is, for which requests are the smallest: a resume has the chunks that are on disk, and may not have larger
+    ones of what streams."""
+    monkeypatch.setattr(pipeline, "time_ops", lambda gm, device: None)
+    rows = torch.zeros(1, WIDTH).expand(1 << 20, WIDTH)
+
+    def begun(host_memory: str | int, **options: Any) -> tuple[Any, Any]:
+        model = lohan_fx.compile(
+            Tiny(), profile(), nvme=directory, host_memory=host_memory, compute_dtype=torch.float32, **options
+        )
+        try:
+            lohan_fx.prepare(model, rows)
+        except InfeasiblePlan:
+            lohan_fx.release(model)
+            raise
+        return model, lohan_fx.AdamW(model.parameters())
+
+    with pytest.raises(InfeasiblePlan) as refused:
+        begun("200MiB")
+    (enough,) = re.findall("host_memory=([0-9,]+) would fit", str(refused.value))
+    least = int(enough.replace(",", ""))
+    model, optimizer = begun(least, checkpoints=1)
+    model(rows).backward()
+    optimizer.step()
+    lohan_fx.checkpoint(model, optimizer)
+    lohan_fx.release(model)
+    model, optimizer = begun(least, resume_from_checkpoint=True)
+    assert lohan_fx.resume(model, optimizer) is not None
+    model(rows).backward()
+    optimizer.step()
+    lohan_fx.release(model)
 
 
 def test_chunks_of_any_size_that_a_plan_may_have_are_resumed(begin: Begin, directory: Path) -> None:

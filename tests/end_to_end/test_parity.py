@@ -87,7 +87,7 @@ def test_the_promise_that_a_refusal_names_is_enough_and_exact(
     little = _fixed_bytes(len(list(GPT2.build().parameters()))) + 4096
     assert_same(streamed(GPT2, hw, tmp_path, host_memory=little), plain_once(GPT2))  # by smaller requests
     torch._dynamo.reset()
-    monkeypatch.setattr(staging, "smallest", lambda windows: windows)
+    monkeypatch.setattr(staging, "smallest", lambda windows, **_: windows)
     with pytest.raises(InfeasiblePlan) as refused:
         streamed(GPT2, hw, tmp_path, host_memory=little)
     named = re.search(r"host_memory=([\d,]+) would fit", str(refused.value))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.optim import AdamW
 from lohan_fx.parameters.meta_init import initialized
 from tests.end_to_end.models import GPT2, LLAMA, OPT, PERCEPTRON, VIT, Case
@@ -100,6 +102,45 @@ def test_one_module_is_in_memory_at_a_time() -> None:
 
     initialized(model, None, store)
     assert alive == [2] * 8
+
+
+class Watched(nn.Linear):
+    """Sees which values that were stored are still there when it is initialised."""
+
+    stored: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+    def reset_parameters(self) -> None:
+        assert all(value() is None for value in self.stored)
+        super().reset_parameters()
+
+
+def test_a_module_s_values_are_gone_before_the_next_ones_are_made() -> None:
+    model = _on_meta(lambda: nn.Sequential(*(Watched(8, 8) for _ in range(3))))
+    Watched.stored.clear()
+    initialized(model, None, lambda parameter, value: Watched.stored.append(weakref.ref(value)))
+    assert len(Watched.stored) == 6
+
+
+def test_a_module_larger_than_the_memory_for_it_is_refused_before_anything_is_made() -> None:
+    model = _on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(64, 64)))
+    stored: list[nn.Parameter] = []
+    needed = 4 * (64 * 64 + 64)
+    with pytest.raises(
+        InfeasiblePlan, match=rf"initialising 1 \(a Linear\).*takes {needed:,} bytes.*leaves {needed - 1:,}"
+    ):
+        initialized(model, None, lambda parameter, value: stored.append(parameter), most_bytes=needed - 1)
+    assert not stored
+    initialized(model, None, lambda parameter, value: stored.append(parameter), most_bytes=needed)
+    assert len(stored) == 4
+
+
+def test_what_host_memory_leaves_for_initialisation_is_told(tmp_path: Path) -> None:
+    """A GPU holds the parameter, and the RAM that is promised does not."""
+    model = _on_meta(lambda: nn.Sequential(nn.Embedding(1 << 20, 64), nn.Linear(64, 1)))
+    hw = profile(device_memory_bytes=2 << 30)
+    with pytest.raises(InfeasiblePlan, match=r"initialising 0 \(a Embedding\).*takes 268,435,456 bytes"):
+        lohan_fx.compile(model, hw, nvme=tmp_path, host_memory="250MiB", device_memory="1GiB")
+    assert not list(tmp_path.iterdir())
 
 
 def test_ones_own_initialisation() -> None:
