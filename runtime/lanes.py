@@ -184,6 +184,11 @@ class Lane:
             self.close()
             raise
 
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Its workers."""
+        return tuple(self._threads)
+
     def submit(self, fn: Callable[[], T], *, priority: int = 0, label: str = "", nbytes: int = 0) -> Work[T]:
         """Queue ``fn``; ``label`` names it in errors and the timeline, ``nbytes`` is what it will have moved.
 

@@ -6,9 +6,9 @@ Guarantees:
 - They may be called from any number of threads at once; calls on disjoint pages do not disturb each other, and no
   lock is held during I/O. One call does its parts one after the other: drives overlap through several callers.
 - ``allocate`` takes all of what it was asked for or nothing, and checks free space before it writes anything.
-- A directory serves one store at a time. ``close`` waits for calls under way, but for one that hung and was left behind
-  (``in_time``), so no descriptor is closed under another, and leaves no descriptor and (with ``remove``, and unless
-  checkpoints are in them) no file.
+- A directory serves one store at a time. ``close`` waits for calls under way, but for those that hung and were left behind
+  (``in_time``, ``leave_behind``), so no descriptor is closed under another, and leaves no descriptor and (with ``remove``, and
+  unless checkpoints are in them) no file.
 - Extents with chunks can be kept over the process's death (``keep_generations``, ``commit``: see ``generations``).
 
 Assumes: nobody else touches the files; callers order overlapping reads and writes themselves. Without a checkpoint the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class NvmeStore:
         self._extents = Extents(stripe_bytes, weights)
         self._allocating = threading.Lock()
         self._changed = threading.Condition()  # guards the four below
-        self._active: list[str] = []
+        self._active: list[tuple[threading.Thread, str]] = []
         self._closed = False
         self._bytes_read = 0
         self._bytes_written = self._scratch_bytes_written = 0
@@ -370,7 +370,7 @@ class NvmeStore:
             self._closed = True
             if not self._changed.wait_for(lambda: not self._active, timeout_s):
                 raise LaneTimeout(
-                    f"waited {timeout_s:g} s to close the store in {self._where()}: still {self._active}; "
+                    f"waited {timeout_s:g} s to close the store in {self._where()}: still {[w for _, w in self._active]}; "
                     "call close() again to keep waiting, or see dmesg if a drive hangs"
                 )
         # An interrupted caller counts as gone while its call still runs there; the files go after it, unless it hangs. Not
@@ -391,19 +391,27 @@ class NvmeStore:
     def _where(self) -> str:
         return ", ".join(map(str, self._directories))
 
+    def leave_behind(self, threads: Collection[threading.Thread]) -> None:
+        """What ``threads`` have under way hangs: ``close`` does not wait for it any more."""
+        with self._changed:
+            self._active = [call for call in self._active if call[0] not in threads]
+            self._changed.notify_all()
+
     @contextmanager
     def _call(self, what: str) -> Iterator[None]:
         """A call under way, which ``close`` waits for; refused once closed."""
+        call = threading.current_thread(), what
         with self._changed:
             if self._closed:
                 raise StoreError(f"{what}: the store in {self._where()} is closed; do this before close()")
-            self._active.append(what)
+            self._active.append(call)
         try:
             yield
         finally:
             with self._changed:
-                self._active.remove(what)
-                self._changed.notify_all()
+                if call in self._active:  # unless it was left behind
+                    self._active.remove(call)
+                    self._changed.notify_all()
 
     def _close_file(self, file: StoreFile) -> None:
         file.close(remove=self._remove and not (self._generations is not None and self._generations.may_be_needed))

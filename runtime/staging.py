@@ -4,7 +4,8 @@ The calling thread copies and casts, with torch's threads; a lane moves what is 
 
 Guarantees: memory is a page-aligned buffer of the largest part for each request under way, together at most ``MOST_BYTES`` or one
 part; it and the lane are there during a call, or as long as they are ``kept``. What is raised is raised once no request is
-under way any more, except where that might never be: after a timeout, or Ctrl-C (``in_time``).
+under way any more, except where that might never be: after a timeout, or Ctrl-C (``in_time``). What is left behind then keeps
+its memory, and ``store.close`` does not wait for it.
 Assumes: parts of one call do not overlap.
 """
 
@@ -69,8 +70,8 @@ class Staging:
         once its last part is copied, and what it raises may be raised by a later one, or at the end."""
         with self._calling, self._ended_if_failing():
             before = self._keepers, self._behind
-            self._keepers, self._behind = self._keepers + 1, self._behind or behind
             try:
+                self._keepers, self._behind = self._keepers + 1, self._behind or behind
                 yield
             finally:
                 self._keepers, self._behind = before
@@ -121,7 +122,8 @@ class Staging:
             self._end()
         if self._requests is None:
             most = _at_a_time(largest_bytes, self._store.drives)
-            self._requests = _Requests(most if self._keepers else min(most, max(1, len(parts))), largest_bytes)
+            count = most if self._keepers else min(most, max(1, len(parts)))
+            self._requests = _Requests(self._store, count, largest_bytes)
         return self._requests
 
     def _settle(self) -> None:
@@ -149,9 +151,10 @@ class Staging:
 class _Requests:
     """Buffers of ``nbytes`` for ``count`` requests at a time, and a lane that makes them; of a single one, the calling thread."""
 
-    def __init__(self, count: int, nbytes: int) -> None:
+    def __init__(self, store: NvmeStore, count: int, nbytes: int) -> None:
         self.count = count
         self.nbytes = nbytes
+        self._store = store
         self._pool = HostPool({_STAGING: Reservation(count, nbytes)})
         self._lane = Lane(_STAGING, threads=count) if count > 1 else None
         self._writes: deque[Work[None]] = deque()
@@ -182,7 +185,11 @@ class _Requests:
 
     def close(self, timeout_s: float) -> None:
         """Once none is under way. Those that are so after ``timeout_s`` are left to themselves: their threads are daemons."""
-        if self._lane is not None:
+        try:
             with suppress(LaneTimeout):
-                self._lane.close(timeout_s)
-        self._pool.close(force=True)
+                if self._lane is not None:
+                    self._lane.close(timeout_s)
+                self._pool.close(force=True)
+        finally:
+            if self._lane is not None:
+                self._store.leave_behind(self._lane.threads)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +185,74 @@ def test_an_interrupt_does_not_wait_for_a_drive_that_hangs(store: NvmeStore, mon
         staged.write([*filling("x", 2, 1), Part("x", 2 * PAGE_BYTES, PAGE_BYTES, interrupted)])
     assert time.monotonic() - begun_s < 30.0
     hangs.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("lohan-staging"):
-            thread.join(60.0)
+    join_staging()
     monkeypatch.undo()
     staged.write(filling("x", PARTS, 3))
     assert taken(staged, "x", PARTS) == list(range(3, 3 + PARTS))
+
+
+@dataclass
+class SlowDrive:
+    """It is ``asked`` to write, and ``answers`` later."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    answers: threading.Event = field(default_factory=threading.Event)
+
+    def interrupt(self, memory: torch.Tensor) -> None:
+        """Ctrl-C, as the next part is copied."""
+        del memory
+        assert self.asked.wait(60.0)
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def slow(backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDrive]:
+    """The first write is late; at the end it is over."""
+    monkeypatch.setattr(in_time, "INTERRUPT_S", 0.1)
+    drive, write = SlowDrive(), backend.pwritev
+
+    def pwritev(fd: int, view: memoryview, offset: int) -> int:
+        if drive.asked.is_set():
+            return write(fd, view, offset)
+        drive.asked.set()
+        held = os.dup(fd)  # as the system does while a call is under way
+        assert drive.answers.wait(60.0)
+        try:
+            return write(held, view, offset)
+        finally:
+            os.close(held)
+
+    monkeypatch.setattr(backend, "pwritev", pwritev)
+    yield drive
+    drive.answers.set()
+    join_staging()
+
+
+def join_staging() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("lohan-staging"):
+            thread.join(60.0)
+
+
+def test_the_store_closes_without_what_an_interrupt_left_behind(store: NvmeStore, slow: SlowDrive) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Staging(store).write([*filling("x", 1, 1), Part("x", PAGE_BYTES, PAGE_BYTES, slow.interrupt)])
+    store.close(timeout_s=1.0)
+    assert not slow.answers.is_set()
+
+
+def test_what_an_interrupt_left_behind_keeps_its_memory(
+    tmp_path: Path, backend: FaultyBackend, slow: SlowDrive
+) -> None:
+    """What is yet to be written of it are no zeros."""
+    drives = [tmp_path / "0", tmp_path / "1"]
+    for drive in drives:
+        drive.mkdir()
+    with NvmeStore(drives, stripe_bytes=PAGE_BYTES, backend=backend) as store:
+        store.allocate({"x": 4 * PAGE_BYTES})
+        both = Part("x", 0, 2 * PAGE_BYTES, functools.partial(_fill, 7))
+        with pytest.raises(KeyboardInterrupt):
+            Staging(store).write([both, Part("x", 2 * PAGE_BYTES, 2 * PAGE_BYTES, slow.interrupt)])
+        slow.answers.set()
+        join_staging()
+        assert taken(Staging(store), "x", 2) == [7, 7]
