@@ -16,6 +16,8 @@ from collections.abc import Mapping
 
 from lohan_fx.errors import LaneTimeout
 from lohan_fx.runtime.chunk_update import Countdown
+from lohan_fx.runtime.host_pool import Buffer
+from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.lanes import Work
 from lohan_fx.runtime.machine import STATE_WRITE_PRIORITY, Machine
 from lohan_fx.runtime.slots import Chunk, ParameterSlot, Residency
@@ -33,7 +35,9 @@ def write_back(machine: Machine, slots: Mapping[int, ParameterSlot], residency: 
                 for chunk in slots[slot].chunks(machine.windows.chunk_elements):
                     while writes and writes[0].done():
                         writes.popleft().wait()
-                    writes += _begin(machine, chunk, resident)
+                    while (begun := _begin(machine, chunk, resident)) is None:
+                        writes.popleft().wait()
+                    writes += begun
         while writes:
             writes.popleft().wait()
     except LaneTimeout:
@@ -43,9 +47,14 @@ def write_back(machine: Machine, slots: Mapping[int, ParameterSlot], residency: 
         raise
 
 
-def _begin(machine: Machine, chunk: Chunk, resident: Residency) -> list[Work[None]]:
-    """Copy the states of ``chunk``, and begin to write them."""
-    buffer = machine.pool.acquire(purpose_of(chunk.elements, machine.windows))
+def _begin(machine: Machine, chunk: Chunk, resident: Residency) -> list[Work[None]] | None:
+    """Copy the states of ``chunk``, and begin to write them, which gives their buffer back; None while no buffer is free."""
+    with interrupt_waits():
+        buffer = machine.pool.try_acquire(purpose_of(chunk.elements, machine.windows))
+        return None if buffer is None else _begin_in(buffer, machine, chunk, resident)
+
+
+def _begin_in(buffer: Buffer, machine: Machine, chunk: Chunk, resident: Residency) -> list[Work[None]]:
     try:
         copy = StateBuffer(buffer, chunk, _ON_NVME, None, updates=True, adds=False)
         targets = copy.master, copy.exp_avg, copy.exp_avg_sq

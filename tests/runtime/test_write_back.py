@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 from lohan_fx.errors import StoreError
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.slots import Residency
-from lohan_fx.runtime.write_back import write_back
+from lohan_fx.runtime.write_back import _begin, _begin_in, write_back
 from tests.runtime.faulty_backend import FaultyBackend
 from tests.runtime.rig import CHUNK_ELEMENTS, machine
 from tests.runtime.test_generations import flip
+from tests.runtime.test_in_time import interrupted_at, lines_of
 from tests.runtime.test_states import SLOTS, Rig
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -105,5 +108,21 @@ def test_a_write_that_fails_is_raised_and_can_be_made_up_for(earlier: int, direc
         assert all(made.pool.in_use(purpose) == 0 for purpose in ("optimizer", "small"))
         with pytest.raises(StoreError, match=r"a write to .* failed"):
             made.store.commit({})
+        write_back(made, rig.slots, rig.residency)
+        assert made.store.commit({}, verify=True) == 1
+
+
+def test_ctrl_c_loses_no_buffer(directory: Path) -> None:
+    """The next step would wait for it."""
+    with machine(directory) as made:
+        made.store.keep_generations(1)
+        rig = Rig(made.store)
+        changed_in_memory(rig)
+        codes = write_back.__code__, _begin.__code__, _begin_in.__code__
+        for code, line in itertools.chain(*(zip(itertools.repeat(code), lines_of(code)) for code in codes)):
+            with interrupted_at(code, line), contextlib.suppress(KeyboardInterrupt):
+                write_back(made, rig.slots, rig.residency)
+            made.drain(60.0)
+            assert all(made.pool.in_use(purpose) == 0 for purpose in ("optimizer", "small")), f"{code.co_name}:{line}"
         write_back(made, rig.slots, rig.residency)
         assert made.store.commit({}, verify=True) == 1
