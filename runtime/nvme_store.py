@@ -46,6 +46,8 @@ from lohan_fx.runtime.striping import Piece, parts_between
 DEFAULT_STRIPE_BYTES = 4 * 1024 * 1024
 SSD_THREADS = 3
 """Callers per drive that keep it busy."""
+MOST_BYTES = 64 << 20
+"""Of memory beside that of a step, for what moves or reads all states."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,6 +55,11 @@ _LOG = logging.getLogger(__name__)
 def ssd_threads(drives: int) -> int:
     """For so many drives: a request is on one of them at a time, and by chance two are on the same."""
     return SSD_THREADS * max(1, drives)
+
+
+def requests_at_once(drives: int, nbytes: int) -> int:
+    """How many requests of so many bytes each: what keeps ``drives`` busy, within ``MOST_BYTES``, or one."""
+    return max(1, min(MOST_BYTES // max(1, nbytes), ssd_threads(drives)))
 
 
 class NvmeStore:
@@ -251,7 +258,7 @@ class NvmeStore:
             for name, versions in self._extents.kept()
             for chunk in versions.fresh()
         )
-        several(calls, ssd_threads(self.drives))
+        several(calls, self._chunks_at_once())
 
     def _find_checksums(self, generations: Generations) -> None:
         """Of what was written in parts, or before checkpoints were asked for, which may be all: a call per chunk, as above."""
@@ -259,7 +266,12 @@ class NvmeStore:
             (partial(generations.find_checksum, name, chunk), f"reading chunk {chunk} of {name!r} for its checksum")
             for name, chunk in generations.without_checksum()
         )
-        several(calls, ssd_threads(self.drives))
+        several(calls, self._chunks_at_once())
+
+    def _chunks_at_once(self) -> int:
+        """How many threads read a chunk each, into memory of their own."""
+        largest_bytes = max((versions.largest_bytes for _, versions in self._extents.kept()), default=0)
+        return requests_at_once(self.drives, largest_bytes)
 
     def _resume(self, manifests: Sequence[Manifest]) -> None:
         """Before the files are opened, and after the lock: what was read before it may be old."""

@@ -2,10 +2,10 @@
 
 The calling thread copies and casts, with torch's threads; a lane moves what is copied already, or brings what is copied next.
 
-Guarantees: memory is a page-aligned buffer of the largest part for each request under way, together at most ``MOST_BYTES`` or one
-part; it and the lane are there during a call, or as long as they are ``kept``. What is raised is raised once no request is
-under way any more, except where that might never be: after a timeout, or Ctrl-C (``in_time``). What is left behind then keeps
-its memory, and ``store.close`` does not wait for it.
+Guarantees: memory is a page-aligned buffer of the largest part for each request under way (``requests_at_once``); it and the
+lane are there during a call, or as long as they are ``kept``. What is raised is raised once no request is under way any more,
+except where that might never be: after a timeout, or Ctrl-C (``in_time``). What is left behind then keeps its memory, and
+``store.close`` does not wait for it.
 Assumes: parts of one call do not overlap.
 """
 
@@ -25,22 +25,17 @@ from lohan_fx.errors import LaneTimeout
 from lohan_fx.runtime.host_pool import Buffer, HostPool, Reservation
 from lohan_fx.runtime.in_time import patience_s
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, Lane, Work
-from lohan_fx.runtime.nvme_store import NvmeStore, ssd_threads
+from lohan_fx.runtime.nvme_store import NvmeStore, requests_at_once
 
 REQUEST_BYTES = 4 << 20
 """Of a part, for those who cut."""
-MOST_BYTES = 64 << 20
 
 _STAGING = "staging"
 
 
 def requests_bytes(drives: int) -> int:
     """What calls with parts of ``REQUEST_BYTES`` take at most."""
-    return REQUEST_BYTES * _at_a_time(REQUEST_BYTES, drives)
-
-
-def _at_a_time(part_bytes: int, drives: int) -> int:
-    return max(1, min(MOST_BYTES // part_bytes, ssd_threads(drives)))
+    return REQUEST_BYTES * requests_at_once(drives, REQUEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ class Staging:
             self._requests.settle()
             self._end()
         if self._requests is None:
-            most = _at_a_time(largest_bytes, self._store.drives)
-            count = most if self._keepers else min(most, max(1, len(parts)))
+            most = requests_at_once(self._store.drives, largest_bytes)
+            count = most if self._keepers else max(1, min(most, len(parts)))
             self._requests = _Requests(self._store, count, largest_bytes)
         return self._requests
 

@@ -77,6 +77,11 @@ class Versions:
         self.sums[-1] = zeros[last.end - last.start]
         self.known[:] = True
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of its chunks."""
+        return min(self.chunk_bytes, self.padded_bytes)
+
     def span_of(self, chunk: int) -> Span:
         """All of a chunk."""
         start = chunk * self.chunk_bytes

@@ -27,7 +27,7 @@ from lohan_fx.checkpoints.plain_json import DTYPES, decoded_tensor
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.generation_files import CHECKPOINTS
 from lohan_fx.runtime.manifest import ExtentRecord, Manifest
-from lohan_fx.runtime.nvme_store import ssd_threads
+from lohan_fx.runtime.nvme_store import requests_at_once
 from lohan_fx.runtime.store_file import STORE_NAME, reported_as_store_error
 from lohan_fx.runtime.stored_extents import StoredExtents
 
@@ -75,7 +75,8 @@ def _check(stored: StoredExtents, manifest: Manifest) -> list[str]:
     damaged: list[str] = []
     nbytes, chunks = sum(record.padded_bytes for record in manifest.extents.values()), 0
     every = ((name, record, chunk) for name, record in manifest.extents.items() for chunk in range(len(record.sums)))
-    problems = _in_order(functools.partial(_problem, stored), every, ssd_threads(stored.drives))
+    largest_bytes = max((min(r.chunk_bytes, r.padded_bytes) for r in manifest.extents.values()), default=0)
+    problems = _in_order(functools.partial(_problem, stored), every, requests_at_once(stored.drives, largest_bytes))
     for (name, _, chunk), problem in problems:
         chunks += 1
         if problem is not None:

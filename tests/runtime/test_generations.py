@@ -290,6 +290,28 @@ def test_each_unknown_checksum_is_a_call_of_its_own(directory: Path, monkeypatch
         assert everything(store) == expected
 
 
+def test_a_commit_reads_no_more_at_once_than_there_is_memory_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of drives."""
+    threads: list[int] = []
+
+    def noted(calls: Iterable[tuple[Callable[[], None], str]], at_once: int) -> None:
+        threads.append(at_once)
+        several(calls, at_once)
+
+    monkeypatch.setattr(nvme_store, "several", noted)
+    drives = [directory / str(number) for number in range(4)]
+    for drive in drives:
+        drive.mkdir()
+    with begin(*drives) as store:
+        for most_bytes in (64 << 20, 5 * 2 * PAGE, PAGE):
+            monkeypatch.setattr(nvme_store, "MOST_BYTES", most_bytes)
+            fill(store, most_bytes)
+            store.commit({}, verify=True)
+    assert threads == [12, 12, 5, 5, 1, 1]
+
+
 # --- any sequence of writes, commits and ends --------------------------------------------------------------------
 
 

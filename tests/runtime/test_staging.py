@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime import in_time, staging
+from lohan_fx.runtime import in_time, nvme_store, staging
 from lohan_fx.runtime.host_pool import PAGE_BYTES
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.nvme_store import NvmeStore
@@ -100,7 +100,7 @@ def test_requests_are_made_at_the_same_time(store: NvmeStore, call: str, monkeyp
 
 
 def test_memory_is_bounded(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "MOST_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(nvme_store, "MOST_BYTES", 2 * PAGE_BYTES)
     under_way, most, lock, write = 0, 0, threading.Lock(), store.write
 
     def counted(*args: Any) -> None:
