@@ -155,8 +155,10 @@ class _Requests:
         self._writes: deque[Work[None]] = deque()
 
     def buffer(self) -> Buffer:
-        """One that no request uses any more."""
-        return self._pool.acquire(_STAGING)
+        """One that no request uses any more. Raises what a write raised that it waited for."""
+        while (free := self._pool.try_acquire(_STAGING)) is None:
+            self._writes.popleft().wait()
+        return free
 
     def begin(self, request: Callable[[], None], label: str) -> Work[None]:
         if self._lane is not None:

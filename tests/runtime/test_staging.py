@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lohan_fx.errors import StoreError
+from lohan_fx.errors import LaneTimeout, StoreError
 from lohan_fx.runtime import in_time, nvme_store, staging
-from lohan_fx.runtime.host_pool import PAGE_BYTES
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.host_pool import PAGE_BYTES, HostPool
+from lohan_fx.runtime.lanes import Lane, Work
 from lohan_fx.runtime.nvme_store import NvmeStore
 from lohan_fx.runtime.staging import Part, Staging
 from tests.runtime.faulty_backend import FaultyBackend
@@ -232,6 +232,18 @@ def join_staging() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("lohan-staging"):
             thread.join(60.0)
+
+
+def test_a_timeout_names_the_request_that_hangs(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_time, "INTERRUPT_S", 0.1)
+    monkeypatch.setattr(Work.wait, "__defaults__", (0.2,))
+    monkeypatch.setattr(HostPool.acquire, "__kwdefaults__", {"timeout_s": 0.2})
+    answers = threading.Event()
+    monkeypatch.setattr(store, "write", lambda *args: answers.wait(60.0))
+    with pytest.raises(LaneTimeout, match="'write x' on lane 'staging': it is still running"):
+        Staging(store).write(filling("x", PARTS, 1))
+    answers.set()
+    join_staging()
 
 
 def test_the_store_closes_without_what_an_interrupt_left_behind(store: NvmeStore, slow: SlowDrive) -> None:
