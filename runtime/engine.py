@@ -234,6 +234,7 @@ class Engine:
             self.wear.step_begins(self.updates.step, goes_on=self.micro_batches.backwards > 0)
             self.on_stage("forward")
             self.updates.forward_begins()
+        self.updates.make_way()
         try:
             with ops.expecting(), self._on_the_clock("forward"):
                 yield

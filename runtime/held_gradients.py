@@ -39,6 +39,7 @@ class HeldGradients:
         self._placed: dict[int, dict[torch.dtype, int | None]] = {}
         self.hold_bytes = 0
         self._least_left: int | None = None
+        self._left_on_device: int | None = None
         self._late: set[int] = set()
         self._deferred: set[int] = set()
         self._twice: set[int] = set()
@@ -78,6 +79,14 @@ class HeldGradients:
             left = max(0, plan.host_memory_bytes - plan.prediction.peak_bytes["host"])
             self._least_left = left if self._least_left is None else min(self._least_left, left)
             self.hold_bytes = self._least_left
+            if device.type != "cpu":
+                left = max(0, plan.device_memory_bytes - plan.prediction.peak_bytes["device"])
+                self._left_on_device = left if self._left_on_device is None else min(self._left_on_device, left)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory of the device that neither the plan nor what is held takes."""
+        return max(0, self.hold_bytes - self._taken_bytes) if self._left_on_device is None else self._left_on_device
 
     def applied_late(self, slot: int) -> bool:
         """Whether the plan says that ``slot`` is updated in a stage after the backward."""

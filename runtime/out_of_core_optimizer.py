@@ -239,6 +239,13 @@ class OutOfCoreOptimizer:
                 under_way.clear()
             self._window_used = 0
 
+    def let_leave(self, most_bytes: int) -> None:
+        """Wait until no more than ``most_bytes`` of gradients that were offered are still on the device."""
+        with self._chunks.changed:
+            if self._window_used > most_bytes:
+                with self._machine.timeline.stall("gradients of the backward before"):
+                    self._chunks.wait(lambda: self._window_used <= most_bytes)
+
     @property
     def window_used(self) -> int:
         """Bytes of the gradients on the device that were offered and have not left it."""

@@ -70,6 +70,12 @@ class StepUpdates:
     def forward_begins(self) -> None:
         self._turns.forward_begins()
 
+    def make_way(self) -> None:
+        """Before a forward that comes before ``step``: the plan has no room there for all that the last backward left on the
+        device and that is on its way."""
+        if self._optimizer is not None:
+            self._optimizer.let_leave(self._gradients.spare_bytes)
+
     @contextmanager
     def backward(self, reached: Collection[int]) -> Iterator[None]:
         """Around a backward that gives the slots ``reached`` a gradient: one that gives none is no part of the step.

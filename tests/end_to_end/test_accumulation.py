@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,6 +16,8 @@ import lohan_fx
 from lohan_fx.compile import compiled
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.held_gradients import HeldGradients
+from lohan_fx.runtime.nvme_store import NvmeStore
 from tests.end_to_end.models import GPT2_SHALLOW, PERCEPTRON, Case, Output, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, weights_of
 
@@ -297,3 +300,34 @@ class HalfUsed(nn.Module):
 def test_a_parameter_without_a_gradient_is_left_alone(streamed: Streamed) -> None:
     case = Case("half used", HalfUsed, vectors)
     assert_exact(steps_of(1, 1, 1, case=case), streamed, case=case)
+
+
+@pytest.mark.usefixtures("little_is_small")
+def test_a_forward_waits_for_gradients_that_the_plan_leaves_no_room_for(
+    on_nvme: Streamed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the backward before, which are on their way to a slow drive."""
+    write, seen = NvmeStore.write, []
+
+    def slow_write(store: NvmeStore, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        write(store, *args, **kwargs)
+
+    monkeypatch.setattr(NvmeStore, "write", slow_write)
+    monkeypatch.setattr(
+        HeldGradients, "hold_bytes", property(lambda held: 0, lambda held, nbytes: held._forget_places())
+    )
+    with on_nvme(PERCEPTRON.build()) as model:
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        engine = compiled(model).engine
+        on_the_clock = engine._on_the_clock
+
+        def observed(label: str) -> AbstractContextManager[None]:
+            if label == "forward":
+                seen.append(engine.updates.window_used)
+            return on_the_clock(label)
+
+        monkeypatch.setattr(engine, "_on_the_clock", observed)
+        steps_of(2, 2)(model, optimizer)
+        monkeypatch.undo()
+    assert seen == [0] * 4

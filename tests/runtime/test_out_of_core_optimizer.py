@@ -501,6 +501,27 @@ def test_a_window_only_narrows(tmp_path: Path, shares_memory: bool) -> None:
         rig.optimizer.barrier(PATIENCE_S)
 
 
+def test_who_needs_room_waits_until_gradients_have_left(tmp_path: Path, shares_memory: bool) -> None:
+    for rig in rigged(tmp_path, shares_memory=shares_memory):
+        gate, alone = threading.Event(), threading.Event()
+        rig.machine.d2h.submit(gate.wait)
+        gradient = rig.gradient(0, 0)
+        rig.optimizer.offer(0, gradient, Purpose.APPLY, OPTIONS)
+        rig.optimizer.let_leave(gradient.nbytes)
+
+        def have_room(rig: Rig = rig, alone: threading.Event = alone) -> None:
+            rig.optimizer.let_leave(0)
+            alone.set()
+
+        thread = threading.Thread(target=have_room)
+        thread.start()
+        assert not alone.wait(0.2)
+        gate.set()
+        thread.join(PATIENCE_S)
+        assert alone.is_set() and not rig.optimizer.window_used
+        rig.optimizer.barrier(PATIENCE_S)
+
+
 def test_a_gradient_larger_than_the_window_passes_alone(tmp_path: Path, shares_memory: bool) -> None:
     for rig in rigged(tmp_path, window_bytes=1, shares_memory=shares_memory):
         for seed in range(2):
