@@ -24,7 +24,7 @@ from lohan_fx.passes.verify import verify
 from lohan_fx.plan import Plan
 from lohan_fx.planning.memory_model import at_home_bytes, with_less_at_home
 from lohan_fx.planning.plan_search import Rewrites, search
-from lohan_fx.planning.predict import predict, predict_placed
+from lohan_fx.planning.predict import host_bytes_short, predict, predict_placed
 from lohan_fx.request import Request, node_seconds, plan_of_homes
 
 PASSES: tuple[Pass, ...] = (
@@ -121,18 +121,39 @@ def compile_inference(
     if request.homes:
         plan = dataclasses.replace(plan, parameters=request.homes)
     halves = Halves(gm, None, len(gm.graph.output_node().args[0]), parameters, {}, range(0))  # type: ignore[arg-type]
-    plan = _scheduled_to_fit(halves, plan, request)
+    _apply_passes(halves, plan, PASSES[:-1], checked=True)
+    plan = _at_home_to_fit(halves, plan, request)
     plan = dataclasses.replace(plan, prediction=predict_placed(halves, plan, request))
     halves.recompile()
     return halves, plan
 
 
+def _at_home_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
+    """``plan``, scheduled for the one graph of ``halves``. What a training plan keeps in memory may be all that it was promised,
+    and its capture stays there: where that leaves too little for this graph, less is kept from now on.
+
+    Raises ``InfeasiblePlan`` where the graph takes too much with nothing at home, too.
+    """
+    try:
+        return _scheduled_to_fit(halves, plan, request)
+    except InfeasiblePlan as error:
+        as_read = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, fetch_bytes=0))
+        over = host_bytes_short(halves, as_read, request)
+        if not over:
+            raise
+        try:
+            less = with_less_at_home(plan, at_home_bytes(plan)[-1] - over)
+        except InfeasiblePlan:
+            raise error from None
+    note = "less is kept in memory than before: a call without gradients had no room beside it"
+    return _at_home_to_fit(halves, dataclasses.replace(less, notes=(*plan.notes, note)), request)
+
+
 def _scheduled_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
-    """``plan``, applied to the one graph of ``halves``, with as much of its window for fetches as memory allows.
+    """``plan``, scheduled for the one graph of ``halves``, with as much of its window for fetches as memory allows.
 
     Raises ``InfeasiblePlan`` where the graph takes too much also with every parameter fetched as it is read.
     """
-    _apply_passes(halves, plan, PASSES[:-1], checked=True)
     most = plan.windows.fetch_bytes
     for fetch_bytes in (most, most // 2, most // 4, most // 8, 0):
         tried = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, fetch_bytes=fetch_bytes))

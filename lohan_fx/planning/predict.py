@@ -48,15 +48,24 @@ def work_of(halves: Halves, plan: Plan, request: Request) -> cost.Work:
     )
 
 
+def host_bytes_short(halves: Halves, plan: Plan, request: Request) -> int:
+    """By how much ``halves`` exceed the host memory that ``plan`` was promised; 0 where they fit."""
+    return max(0, _needed_bytes(halves, plan, settled(request, plan.windows))[1] - plan.host_memory_bytes)
+
+
+def _needed_bytes(halves: Halves, plan: Plan, request: Request) -> tuple[int, int]:
+    """(device, host) bytes at the peak; a CPU's host memory holds the device's, too. ``request`` is settled."""
+    device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
+    device += device_peak(halves, plan)
+    return device, host + device if request.budgets.shared else host
+
+
 def predict(halves: Halves, plan: Plan, request: Request, *, what: str = "the plan given") -> Prediction:
     """The prediction for ``halves``. Raises ``InfeasiblePlan`` where they, or ``what`` a user calls them, need more memory
     than ``plan`` was promised."""
     request = settled(request, plan.windows)
     work = work_of(halves, plan, request)
-    device, host = resident_bytes(plan)[0], host_bytes(request.budgets.fixed_bytes, plan)
-    device += device_peak(halves, plan)
-    if request.budgets.shared:
-        host += device
+    device, host = _needed_bytes(halves, plan, request)
     over = {"device": device - plan.device_memory_bytes, "host": host - plan.host_memory_bytes}
     short = [f"{tier}_memory is {nbytes:,} bytes short" for tier, nbytes in over.items() if nbytes > 0]
     if short:

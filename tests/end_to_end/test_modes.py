@@ -15,9 +15,10 @@ from torch import nn
 import lohan_fx
 from lohan_fx import pipeline
 from lohan_fx.compile import compiled
-from lohan_fx.hardware import HardwareProfile
+from lohan_fx.hardware import HardwareProfile, NvmeProfile
 from lohan_fx.plan import Swap, Tier
-from lohan_fx.planning.memory_model import resident_bytes
+from lohan_fx.planning.memory_model import at_home_bytes, resident_bytes
+from tests import tiny
 from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, Output, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, plain, train, weights_of
 from tests.exhaustive import some_of
@@ -148,6 +149,46 @@ def test_steps_in_inference_mode(streamed: Any) -> None:
     with streamed(model, policy="lohan-ds", hold_gradients=True):
         assert run(model) == wanted
     assert_same_weights(weights_of(model), weights_of(expected))
+
+
+class Heavy(nn.Module):
+    """Parameters that take far more memory than what one row of numbers needs at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_what_training_keeps_in_memory_makes_room_for_an_evaluation(tmp_path: Path) -> None:
+    """Training keeps all that was promised for states; an evaluation is captured beside it."""
+    drive = NvmeProfile("", 2e9, 2e9, 2e9, capacity_bytes=1 << 40)
+    torch.manual_seed(0)
+    model, x = Heavy(), torch.randn(1, 512)
+    eager = tiny.Plain(model, LR)
+    lohan_fx.compile(
+        model,
+        tiny.profile(nvme=(drive,)),
+        nvme=tmp_path,
+        host_memory="112MiB",
+        compute_dtype=torch.float32,
+        revise=False,
+    )
+    with lohan_fx.releasing(model):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        for _ in range(2):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [loss.item()] == eager.step(x)
+            with torch.no_grad():
+                assert model(x).item() == eager.model(x).item()
+        training, evaluation = compiled(model).plans
+        assert at_home_bytes(evaluation) < at_home_bytes(training)
+        tiny.same_weights(model, eager.model)
 
 
 def test_hooks_that_come_after_the_capture_run(streamed: Any) -> None:
