@@ -1,6 +1,6 @@
 """``host_memory`` binds in every phase: compiling, planning, training, evaluating, keeping a checkpoint and resuming it.
 
-    python benchmarks/within_promise.py [--nvme DIR --size demo --layers 17 --host-memory 512MiB] [--save]
+    python benchmarks/within_promise.py [--nvme DIR --size demo --layers 17 --host-memory 512MiB --accumulation 1 --clip] [--save]
 
 The model is built on ``meta``. One process trains and makes a checkpoint, a second one resumes it and must go on with the
 same losses. Each joins a control group before ``compile`` in which the kernel gives it the promise and nothing more. Where
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from memory_group import join, memory_group, peak_bytes
-from report import arguments, finish, own_folder, profile
+from report import arguments, at_least_one, finish, own_folder, profile
 from workload import LR, SIZES, Workload, dtype_argument
 
 import lohan_fx
@@ -37,6 +37,17 @@ UNTOUCHED_BYTES = 128 << 20
 """Address space that RLIMIT_DATA counts and nobody touches: 8 MiB for the stack of each thread, holes in the heap."""
 BYTES_PER_PARAMETER = 14
 STEPS = 2
+
+
+def built(args: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+    """The model on ``meta``, and its tokens."""
+    workload = Workload(args.size, args.batch, args.seq, layers=args.layers, dtype=args.dtype)
+    return workload.build_on_meta(), workload.tokens()
+
+
+def compile_options(args: argparse.Namespace) -> dict[str, Any]:
+    dtype = getattr(torch, args.dtype)
+    return {"nvme": [args.nvme], "compute_dtype": dtype, "revise": False, "hold_gradients": args.clip or None}
 
 
 class Phases:
@@ -65,8 +76,7 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     """Train, or resume and train; prints its figures as one JSON line."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    workload = Workload(args.size, args.batch, args.seq, layers=args.layers, dtype=args.dtype)
-    model, tokens = workload.build_on_meta(), workload.tokens()
+    model, tokens = built(args)
     hw, losses = HardwareProfile.load(args.hw), []
     phase = Phases()
     promise = parse_bytes(args.host_memory, "host_memory")
@@ -76,9 +86,7 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
         join(args.group, promise)
     with phase("compile"):
         keeps: dict[str, Any] = {"resume_from_checkpoint": True} if resumes else {"checkpoints": 1}
-        dtype = getattr(torch, args.dtype)
-        options: dict[str, Any] = {"nvme": [args.nvme], "compute_dtype": dtype, "revise": False, **keeps}
-        lohan_fx.compile(model, hw, host_memory=args.host_memory, **options)
+        lohan_fx.compile(model, hw, host_memory=args.host_memory, **compile_options(args), **keeps)
         optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True)
         if resumes:
             lohan_fx.resume(model, optimizer)
@@ -87,8 +95,11 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
 
     def steps() -> None:
         for _ in range(STEPS):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+            for _ in range(args.accumulation):
+                loss = model(input_ids=tokens, labels=tokens).loss / args.accumulation
+                loss.backward()
+            if args.clip:
+                lohan_fx.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -110,25 +121,40 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     print(json.dumps(found))
 
 
-def main() -> None:
-    parser = arguments(__doc__ or "")
+def parser_of(text: str) -> argparse.ArgumentParser:
+    """The options of a training; ``text`` describes the command."""
+    parser = arguments(text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--layers", type=int, help="as many layers instead of those of --size")
     dtype_argument(parser)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--accumulation", type=at_least_one, default=1, help="backwards of a step")
+    parser.add_argument("--clip", action="store_true", help="by the gradients' norm")
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--child", choices=("train", "resume"), help="internal: the measured process")
     parser.add_argument("--group", type=Path, help="internal: the folder of its control group")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser_of(__doc__ or "").parse_args()
     if args.child:
         child(args, resumes=args.child == "resume")
         return
     with own_folder(args):
         hw, path = profile(args), args.nvme / "profile.toml"
         hw.save(path)
-        trained, resumed = (_run(what, args.nvme, path) for what in ("train", "resume"))
+        rows, figures, missed = measured(args, path, sys.argv[1:])
+    finish("within_promise", rows, figures, missed, save=args.save)
+
+
+def measured(
+    args: argparse.Namespace, hw: Path, options: list[str]
+) -> tuple[list[tuple[str, str]], dict[str, Any], list[str]]:
+    """(lines to print, figures, what is missed) of a training and its resume by ``options``, which ``args`` are."""
+    trained, resumed = (_run(what, args.nvme, hw, options) for what in ("train", "resume"))
     promise = parse_bytes(args.host_memory, "host_memory")
     growth = trained["growth_bytes"] | {f"{name}, resumed": n for name, n in resumed["growth_bytes"].items()}
     most = max(growth.values())
@@ -146,11 +172,11 @@ def main() -> None:
         "losses": trained["losses"],
     }
     figures |= {"bound_by": bound_by, "group_bytes": [trained["group_bytes"], resumed["group_bytes"]]}
-    finish("within_promise", rows, figures, missed, save=args.save)
+    return rows, figures, missed
 
 
-def _run(what: str, nvme: Path, hw: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", what, "--nvme", str(nvme), "--hw", str(hw)]
+def _run(what: str, nvme: Path, hw: Path, options: list[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *options, "--child", what, "--nvme", str(nvme), "--hw", str(hw)]
     with memory_group() as group:
         run = subprocess.run([*command, *(["--group", str(group)] if group else [])], stdout=subprocess.PIPE, text=True)
     if run.returncode:
