@@ -32,7 +32,6 @@ USUAL = "--batch 1 --seq 32"
 CASES = {
     "350m, 2 layers": f"--size 350m --layers 2 {USUAL}",
     "350m, 2 layers, clipped, 2 backwards a step": f"--size 350m --layers 2 --clip --accumulation 2 {USUAL}",
-    "gpt2, 2 layers": f"--size gpt2 --layers 2 {USUAL}",
     "demo, 4 layers, clipped, 2 backwards a step": f"--size demo --layers 4 --clip --accumulation 2 {USUAL}",
 }
 ATTEMPTS = 8

@@ -77,6 +77,12 @@ def _memory(found: Figures) -> str:
     )
 
 
+def _least(found: Figures) -> str:
+    return "; ".join(
+        f"{case['case']}: {case['most_bytes'] / 1e6:,.0f} of {case['promise_bytes'] / 1e6:,.0f} MB" for case in found["cases"]
+    )
+
+
 def _growth(found: Figures) -> str:
     return f"{found['growth_bytes'] / 1e6:.1f} MB over {found['steps']} steps"
 
@@ -129,6 +135,7 @@ ROWS = (
     Row("larger_than_memory", "Memory stays below the promise", "as promised", _memory),
     Row("larger_than_memory_3b", "The same, built on `meta`: also while weights are made", "as promised", _memory),
     Row("within_promise", "The same under a limit of the kernel", "as promised", scalars),
+    Row("least_promise", "The same with the least promise that a refusal names", "as promised", _least),
     Row("rss_growth", "Memory does not grow", "no growth beyond noise", _growth),
     Row("prediction", "Bytes written are those of the plan", "exact", _bytes, judged=False),
 )

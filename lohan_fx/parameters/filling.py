@@ -1,6 +1,6 @@
 """filling: the first bytes of the store: parameters from the model, from its own initialisation, or from files.
 
-Guarantees: memory beside the model's is the largest module's (initialisation), or one piece (files). The model is
+Guarantees: memory beside the model's is the largest module's, once (initialisation), or one piece (files). The model is
 unchanged; what its buffers on ``meta`` become is returned, for the caller to put in place once nothing can fail.
 """
 
