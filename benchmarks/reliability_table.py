@@ -79,7 +79,8 @@ def _memory(found: Figures) -> str:
 
 def _least(found: Figures) -> str:
     return "; ".join(
-        f"{case['case']}: {case['most_bytes'] / 1e6:,.0f} of {case['promise_bytes'] / 1e6:,.0f} MB" for case in found["cases"]
+        f"{case['case']}: {case['most_bytes'] / 1e6:,.0f} of {case['promise_bytes'] / 1e6:,.0f} MB"
+        for case in found["cases"]
     )
 
 
