@@ -35,7 +35,7 @@ CASES = {
     "demo, 4 layers, clipped, 2 backwards a step": f"--size demo --layers 4 --clip --accumulation 2 {USUAL}",
 }
 ATTEMPTS = 8
-NAMED = re.compile(r"host_memory=([\d,]+) would fit|host_memory of at least ([\d,]+)|()([\d,]+) bytes short")
+NAMED = re.compile(r"host_memory=([\d,]+) would fit|host_memory of at least ([\d,]+)|([\d,]+) bytes short")
 
 
 def ask(args: argparse.Namespace) -> None:
@@ -52,7 +52,7 @@ def ask(args: argparse.Namespace) -> None:
         found = NAMED.search(str(error))
         if found is None:
             raise
-        would_fit, at_least, _, short = (int((group or "0").replace(",", "")) for group in found.groups())
+        would_fit, at_least, short = (int((group or "0").replace(",", "")) for group in found.groups())
         named = would_fit or at_least or int(args.host_memory) + short
     lohan_fx.reset()
     print(json.dumps(named))

@@ -134,19 +134,24 @@ def _at_home_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:
 
     Raises ``InfeasiblePlan`` where the graph takes too much with nothing at home, too.
     """
-    try:
-        return _scheduled_to_fit(halves, plan, request)
-    except InfeasiblePlan as error:
-        as_read = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, fetch_bytes=0))
-        over = host_bytes_short(halves, as_read, request)
-        if not over:
-            raise
+    less = plan
+    while True:
         try:
-            less = with_less_at_home(plan, at_home_bytes(plan)[-1] - over)
-        except InfeasiblePlan:
-            raise error from None
+            found = _scheduled_to_fit(halves, less, request)
+            break
+        except InfeasiblePlan as error:
+            as_read = dataclasses.replace(less, windows=dataclasses.replace(less.windows, fetch_bytes=0))
+            over = host_bytes_short(halves, as_read, request)
+            if not over:
+                raise
+            try:
+                less = with_less_at_home(less, at_home_bytes(less)[-1] - over)
+            except InfeasiblePlan:
+                raise error from None
+    if less is plan:
+        return found
     note = "less is kept in memory than before: a call without gradients had no room beside it"
-    return _at_home_to_fit(halves, dataclasses.replace(less, notes=(*plan.notes, note)), request)
+    return dataclasses.replace(found, notes=(*plan.notes, note))
 
 
 def _scheduled_to_fit(halves: Halves, plan: Plan, request: Request) -> Plan:

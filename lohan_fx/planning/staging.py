@@ -114,7 +114,7 @@ def smallest(windows: Windows, *, cut: bool = False) -> Windows:
     """With the smallest sizes that ``choose`` tries, and no more buffers than one drive takes. ``cut``: chunks stay as large,
     since states are in such pieces on disk."""
     counts = {purpose: min(getattr(windows, purpose), LEAST_BUFFERS) for purpose in PURPOSES}
-    return dataclasses.replace(_resized(windows, min(FACTORS), SIZES[1:] if cut else SIZES), **counts)
+    return dataclasses.replace(_resized(windows, min(FACTORS), ("io_bytes",) if cut else SIZES), **counts)
 
 
 def least_chunk_elements(windows: Windows) -> int:
