@@ -33,6 +33,7 @@ from lohan_fx.planning.budgets import (
     make_budgets,
     mean_request_bytes,
     parse_bytes,
+    threads_bytes,
 )
 from lohan_fx.planning.problem import ParameterFacts
 from lohan_fx.planning.staging import least_chunk_elements
@@ -142,8 +143,9 @@ def compile(
         return as_on_disk(found, manifests[-1], plan) if manifests else found
 
     windows = windows_of(host or default_host_memory_bytes(hw))
-    compiler_bytes = 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES
-    budgets = make_budgets(hw, host, device, windows, len(facts), compiler_bytes, windows_of)
+    kernels_bytes = threads_bytes(hw, torch.get_num_threads())
+    kernels_bytes += 0 if segments == inductor.BOXED else inductor.COMPILER_BYTES
+    budgets = make_budgets(hw, host, device, windows, len(facts), kernels_bytes, windows_of)
     check_largest(facts, budgets.device_memory_bytes)
     request = Request(
         hw=hw.at_requests(mean_request_bytes(facts, windows)),

@@ -41,8 +41,8 @@ class Cost:
     ``flops``, ``bytes`` (storage it allocates: 0 for a view) and ``touched_bytes`` (read and written) are numbers
     at the traced sizes; the ``*_expr`` are the same as sympy expressions where a size is symbolic. ``measured_s``:
     seconds on this machine, where ``op_times`` has measured them, without those for ``cleared_bytes``: memory that is fresh from
-    the kernel each time the op runs (``assign_buffers``). ``runs_unread``: whether it must run, once, also if nothing reads what
-    it makes.
+    the kernel each time the op runs (``assign_buffers``). ``scratch_bytes``: what it takes beside what it makes, only while it
+    runs, where that was measured too. ``runs_unread``: whether it must run, once, also if nothing reads what it makes.
     """
 
     flops: int
@@ -59,6 +59,7 @@ class Cost:
     runs_unread: bool = False
     measured_s: float | None = None
     cleared_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 def cost(node: Node) -> Cost:

@@ -6,7 +6,8 @@ Ensures: a value; the graph is unchanged.
 A storage lives from the node that makes it to the last node that reads it, through views too. The results of an op
 with several live from the op on, and all of them until the last has been taken out of its tuple. Inputs that only
 this graph holds (saved activations, tangents) die at their last use as well, because a boxed graph gives them up;
-outputs, inputs that the caller holds and parameters at home on the device do not die.
+outputs, inputs that the caller holds and parameters at home on the device do not die. What a kernel takes beside what it makes
+lives while that op runs.
 
 What a ``swap_out`` or an ``offload_grad`` was the last to read stays until it has left. Nobody knows when that is, but
 no more of it is there at once than the plan's windows allow (``device_peaks``).
@@ -154,10 +155,11 @@ def alive(
     *,
     elsewhere: Mapping[str, Collection[str]] = _NOTHING,
     transit: Transit | None = None,
+    scratch: bool = True,
 ) -> Iterator[tuple[str, str, int]]:
     """(half, op, bytes alive while it runs) for each op of both graphs, as ``device_peaks`` counts them; of gradients with
-    ``transit`` those that it knows to be there."""
-    for half, at in _moments(halves, plan, elsewhere, transit):
+    ``transit`` those that it knows to be there. ``scratch``: whether what kernels take counts."""
+    for half, at in _moments(halves, plan, elsewhere, transit, scratch):
         leaving = min(at.sent_bytes, max(plan.windows.swap_out_bytes, at.largest_bytes))
         yield half, at.node, at.live_bytes + at.gradient_bytes + leaving
 
@@ -183,6 +185,7 @@ def _moments(
     plan: Plan,
     elsewhere: Mapping[str, Collection[str]] = _NOTHING,
     transit: Transit | None = None,
+    scratch: bool = True,
 ) -> Iterator[tuple[str, _Moment]]:
     """By half, each op while it runs.
 
@@ -202,7 +205,7 @@ def _moments(
             for n in gm.graph.find_nodes(op="call_function", target=op)
             if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
         }
-        for node, during, _, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(half, ())):
+        for node, during, _, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(half, ()), scratch):
             name = "inputs" if node is None else node.name
             # What is handed over is alive until that op has run, beside what was handed over before.
             yield half, _Moment(name, during, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
@@ -241,7 +244,7 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def rises(
-    halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING
+    halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING, scratch: bool = True
 ) -> dict[str, dict[int | None, int]]:
     """By half and slot: how much more than before the fetch of that parameter, or before its gradient leaves, is alive at
     the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, without what is
@@ -253,7 +256,7 @@ def rises(
         slot: int | None = None
         base = before = 0
         half = found[name] = {None: 0}
-        for node, during, after, _ in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ())):
+        for node, during, after, _ in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ()), scratch):
             if node is None:
                 base = during
             elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
@@ -269,6 +272,7 @@ def _walk(
     shells: Collection[str],
     held: Collection[str],
     elsewhere: Collection[str] = (),
+    scratch: bool = True,
 ) -> Iterator[tuple[Node | None, int, int, Sequence[tuple[Node, int]]]]:
     """Each op with the bytes alive while it runs and after it, and what dies in between; first None, with the inputs."""
     nodes = list(gm.graph.nodes)
@@ -283,7 +287,8 @@ def _walk(
             apart = node.name in elsewhere or (node.target is ops.FETCH and meta.origin(node) in resident)
             made = {} if apart else _made(node)
             live.update(made)
-            during = total = total + sum(made.values())
+            total += sum(made.values())
+            during = total + (meta.cost(node).scratch_bytes if scratch else 0)
             dead = [(storage, live.pop(storage, 0)) for storage in dying.get(place, ()) if storage not in kept]
             total -= sum(nbytes for _, nbytes in dead)
             yield node, during, total, dead

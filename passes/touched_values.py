@@ -3,8 +3,8 @@
 Requires: annotated graphs, rewritten and scheduled, for a CPU; ``halves.assigned`` where values have places.
 Ensures: a value; the graphs are unchanged.
 
-What drives bring, what outlives a graph and what dies in it have a stretch each, and the rest has the heap. All four stay in
-RAM as far as they were ever used, and they are not fullest at one moment.
+What drives bring, what outlives a graph and what dies in it have a stretch each, and the rest has the heap, what kernels take
+while they run too. All four stay in RAM as far as they were ever used, and they are not fullest at one moment.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) ->
     coming = {} if transit is None else dict(_coming(halves, transit))
     there = _at_each_op(halves, plan, _brought(halves), transit)
     arrived = max(0, *(nbytes - coming.get((half, op), 0) for half, op, nbytes in there))
-    in_heap = max(_alive(halves, plan, _in_heap(halves), transit))
-    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + arrived + in_heap
+    in_heap = _at_each_op(halves, plan, _in_heap(halves), transit, scratch=True)
+    most_in_heap = max(nbytes for _, _, nbytes in in_heap)
+    return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + arrived + most_in_heap
 
 
 def heap_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
@@ -38,12 +39,12 @@ def heap_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
 
 def brought_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
     """``liveness.rises`` of what drives bring, and of what returns from memory."""
-    return rises(halves, plan, elsewhere=_others(halves, _brought(halves)))
+    return rises(halves, plan, elsewhere=_others(halves, _brought(halves)), scratch=False)
 
 
 def outliving_rises(halves: Halves, plan: Plan) -> dict[str, dict[int | None, int]]:
     """``liveness.rises`` of what outlives a graph and has a place."""
-    return rises(halves, plan, elsewhere=_others(halves, _outliving(halves)))
+    return rises(halves, plan, elsewhere=_others(halves, _outliving(halves)), scratch=False)
 
 
 def _coming(halves: Halves, transit: Transit) -> Iterator[tuple[tuple[str, str], int]]:
@@ -97,5 +98,7 @@ def _alive(halves: Halves, plan: Plan, names: _Names, transit: Transit | None = 
     return (nbytes for _, _, nbytes in _at_each_op(halves, plan, names, transit))
 
 
-def _at_each_op(halves: Halves, plan: Plan, names: _Names, transit: Transit | None) -> Iterator[tuple[str, str, int]]:
-    return alive(halves, plan, elsewhere=_others(halves, names), transit=transit)
+def _at_each_op(
+    halves: Halves, plan: Plan, names: _Names, transit: Transit | None, *, scratch: bool = False
+) -> Iterator[tuple[str, str, int]]:
+    return alive(halves, plan, elsewhere=_others(halves, names), transit=transit, scratch=scratch)

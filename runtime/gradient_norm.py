@@ -20,7 +20,10 @@ def norm_of(flat: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     if flat.dtype == torch.float32:
         whole: torch.Tensor = torch._foreach_norm([flat], norm_type)[0]  # on a CPU: vector_norm
         return whole
-    return combined((torch.linalg.vector_norm(p.float(), norm_type) for p in flat.split(PIECE_ELEMENTS)), norm_type)
+    # One copy, again and again: of many the heap keeps a hole beside each norm, together as large as the whole in fp32.
+    copy = torch.empty(min(PIECE_ELEMENTS, flat.numel()), dtype=torch.float32, device=flat.device)
+    pieces = (copy[: piece.numel()].copy_(piece) for piece in flat.split(PIECE_ELEMENTS))
+    return combined((torch.linalg.vector_norm(piece, norm_type) for piece in pieces), norm_type)
 
 
 def combined(norms: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -27,6 +27,7 @@ from lohan_fx.planning.budgets import (
     default_host_memory_bytes,
     make_budgets,
     mean_request_bytes,
+    threads_bytes,
 )
 from lohan_fx.planning.disk_space import capacity_bytes, disk_bytes, endurance_bytes, stored_bytes
 from lohan_fx.planning.memory_model import in_memory_bytes, lowest_tier
@@ -261,13 +262,16 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
         choose_windows, parameters=capture.facts, shared=hw.device == "cpu", drives=max(1, len(hw.nvme))
     )
     windows = windows_of(host)
+    kernels_bytes = threads_bytes(hw, torch.get_num_threads() if here else hw.cpu_cores)
     return Request(
         hw=hw.at_requests(mean_request_bytes(capture.facts, windows)),
         policy=asked.policy,
         compute_dtype=str(asked.compute_dtype).removeprefix("torch."),
         matmul_rate=hw.matmul_rate(asked.compute_dtype),
         parameters=capture.facts,
-        budgets=make_budgets(hw, host, asked.device_memory_bytes, windows, len(capture.facts), windows_of=windows_of),
+        budgets=make_budgets(
+            hw, host, asked.device_memory_bytes, windows, len(capture.facts), kernels_bytes, windows_of
+        ),
         windows=windows,
         plan=None,
         chooses_sizes=True,

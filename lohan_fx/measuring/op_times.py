@@ -1,4 +1,5 @@
-"""op_times: how long each op of a captured graph takes on this machine, measured, each distinct one once.
+"""op_times: how long each op of a captured graph takes on this machine, and what memory beside its values, measured, each
+distinct one once.
 
 A rate measured on large matmuls says little about attention, about matmuls of few rows, or about a dtype that some
 kernels convert (docs/0012). So every op is run on tensors of its own shapes, strides and dtypes. Memory: one op at a
@@ -13,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lohan_fx import meta
+from lohan_fx.measuring import scratch
 from lohan_fx.meta import Lane
 from lohan_fx.passes.annotate import at_hint
 from lohan_fx.passes.assign_buffers import LEAST_BYTES, into, is_assignable
@@ -49,41 +53,63 @@ COLD_BYTES = 32 << 20
 
 Signature = tuple[Any, ...]
 
-_measured: dict[Signature, float | None] = {}
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one op: its mean seconds, None where it refused made-up values; and what it takes of host memory while it runs
+    (``scratch``), which of a GPU's is not known."""
+
+    seconds: float | None
+    scratch_bytes: int
+
+
+_measured: dict[Signature, Measured] = {}
 
 
 def time_ops(gm: GraphModule, device: torch.device) -> None:
-    """Note on the compute nodes of ``gm`` their seconds on ``device``; ``annotate`` must have run."""
+    """Note on the compute nodes of ``gm`` their seconds on ``device``, and their scratch; ``annotate`` must have run."""
     alike: dict[Signature, list[Node]] = {}
     for node in (n for n in gm.graph.nodes if _is_timed(n, device)):
         alike.setdefault((str(device), torch.get_num_threads(), *signature_of(node)), []).append(node)
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=_cuda(device)):
+    with _as_in_training(), torch.no_grad(), torch.random.fork_rng(devices=_cuda(device)):
         _measured.update(_in_rounds({s: nodes for s, nodes in alike.items() if s not in _measured}, device))
     for signature, nodes in alike.items():
         for node in nodes:
-            meta.set_cost(node, dataclasses.replace(meta.cost(node), measured_s=_measured[signature]))
+            measured = _measured[signature]
+            noted = dataclasses.replace(
+                meta.cost(node), measured_s=measured.seconds, scratch_bytes=measured.scratch_bytes
+            )
+            meta.set_cost(node, noted)
 
 
-def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict[Signature, float | None]:
-    """The mean seconds of each op: of a few runs of all, and then of as many more as the graph's sum depends on; None of an
-    op that cannot run on made-up values."""
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Without what tracing has switched on: its modes, and the dispatcher in Python, which takes 30 microseconds of each op and
+    keeps the interpreter while a kernel runs."""
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
+
+
+def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict[Signature, Measured]:
+    """What each op takes: the mean seconds of a few runs of all, and then of as many more as the graph's sum depends on."""
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
 
-    def runs_s(node: Node, runs: int) -> list[float]:
-        run, found = _runner(node, device), []
-        for number in range(runs):
-            cold.fill_(number % 2)
+    def runs_s(node: Node, runs: int, *, first: bool = False) -> list[float]:
+        run, found = _runner(node, device), list[float]()
+        if first:
+            scratch_bytes[signature] = _warm_up(run, node, device)
+        while len(found) < runs and not (found and found[-1] > LONG_S):
+            cold.fill_(len(found) % 2)
             found.append(timed(run, device))
-            if number and found[-1] > LONG_S:
-                break
         return found
 
     found: dict[Signature, list[float]] = {}
+    scratch_bytes: dict[Signature, int] = {}
     run_s: dict[Signature, float] = {}  # with what comes before each
     for signature, nodes in alike.items():
         began_s = time.perf_counter()
         with suppress(Exception):  # whatever its kernel, or one of a package of the user's, raises for such values
-            found[signature] = runs_s(nodes[0], 1 + FIRST_RUNS)[1:]  # the very first run of an op warms it up
+            found[signature] = runs_s(nodes[0], FIRST_RUNS, first=True)
             run_s[signature] = (time.perf_counter() - began_s) / (1 + FIRST_RUNS)
     adds_s = {signature: len(alike[signature]) * statistics.fmean(seconds) for signature, seconds in found.items()}
     total_s = sum(adds_s.values())
@@ -95,7 +121,23 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
             if found[signature][-1] <= LONG_S:
                 runs = round(ROUND_S * len(alike[signature]) / total_s)
                 found[signature] += runs_s(alike[signature][0], min(max(runs, 1), most))
-    return {signature: _mean_s(found[signature]) if signature in found else None for signature in alike}
+    return {
+        signature: Measured(_mean_s(found[signature]) if signature in found else None, scratch_bytes.get(signature, 0))
+        for signature in alike
+    }
+
+
+def _warm_up(run: Callable[[], object], node: Node, device: torch.device) -> int:
+    """The very first run of an op, whose seconds do not count; the scratch that it took, where that may matter."""
+    if not _is_watched(node, device):
+        timed(run, device)
+        return 0
+    taken = scratch.watched(run)
+    return taken and scratch.as_copy(taken, map(meta.value, (node, *node.all_input_nodes)))
+
+
+def _is_watched(node: Node, device: torch.device) -> bool:
+    return device.type == "cpu" and meta.cost(node).touched_bytes >= scratch.LOOKED_AT_BYTES
 
 
 def forget() -> None:

@@ -22,6 +22,9 @@ CAPTURE_BYTES_PER_PARAMETER = MIB
 brings some twenty nodes). Measured on Llama of 12 to 24 layers (docs/0003)."""
 AGAIN_BYTES_PER_PARAMETER = 0.65 * MIB
 """What a capture for another shape leaves beside the first, per parameter tensor; its kernels too (docs/0048)."""
+BYTES_PER_THREAD = 8 * MIB
+"""What each of torch's threads but the first keeps for a CPU's matmuls once it has run one: buffers in which the library lays out
+what it multiplies (docs/0054)."""
 GPU_KERNELS_BYTES = 256 * MIB
 """What CUDA's libraries take of host memory as their kernels are first called (docs/0042)."""
 UNLIMITED_SHARE = 0.8
@@ -155,17 +158,22 @@ def captured_bytes(parameters: int) -> int:
     return CAPTURE_BYTES + CAPTURE_BYTES_PER_PARAMETER * parameters
 
 
+def threads_bytes(hw: HardwareProfile, threads: int) -> int:
+    """Host memory that so many threads of torch keep for matmuls on the device of ``hw``."""
+    return BYTES_PER_THREAD * (threads - 1) if hw.device == "cpu" else 0
+
+
 def make_budgets(
     hw: HardwareProfile,
     host_memory_bytes: int | None,
     device_memory_bytes: int | None,
     windows: Windows,
     parameters: int = 0,
-    compiler_bytes: int = 0,
+    kernels_bytes: int = 0,
     windows_of: Callable[[int], Windows] | None = None,
 ) -> Budgets:
-    """The budgets of a run with so many parameter tensors and a compiler of so many bytes. ``windows_of``: which windows
-    another promise gets; None: these.
+    """The budgets of a run with so many parameter tensors; ``kernels_bytes``: what a compiler and torch's threads take.
+    ``windows_of``: which windows another promise gets; None: these.
 
     Raises ``InfeasiblePlan`` where not even the fixed part fits.
     """
@@ -175,9 +183,9 @@ def make_budgets(
 
     def fixed_of(promise_bytes: int) -> int:
         found = windows if windows_of is None else windows_of(promise_bytes)
-        return fixed_bytes(found, parameters, shared=shared) + compiler_bytes
+        return fixed_bytes(found, parameters, shared=shared) + kernels_bytes
 
-    fixed = fixed_bytes(windows, parameters, shared=shared) + compiler_bytes
+    fixed = fixed_bytes(windows, parameters, shared=shared) + kernels_bytes
     if fixed >= host:
         least = least_promise(fixed, lambda promise_bytes: fixed_of(promise_bytes) + 1)
         raise InfeasiblePlan(

@@ -152,7 +152,7 @@ def _instructions(gm: GraphModule, changes: _Changes, seconds: Callable[[Node], 
             yield Wait(node.args[0].name)
         else:
             launched = found.lane is Lane.COMPUTE and not found.is_view
-            yield Compute(seconds(node), found.touched_bytes, made, made - dropped, int(launched))
+            yield Compute(seconds(node), found.touched_bytes, made + found.scratch_bytes, made - dropped, int(launched))
             continue
         if dropped:
             yield Compute(0.0, 0, 0, -dropped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import sys
@@ -224,6 +225,29 @@ def test_predicted_peaks_hold_graphs_parameters_states_and_staging(home: Tier) -
     host = device + asked.budgets.fixed_bytes + (8 * elements if home is Tier.DEVICE else 0)
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes == {"device": device, "host": host}
+
+
+@pytest.mark.parametrize("policy", ["lohan", "recompute"])
+def test_a_plan_has_room_for_what_kernels_take_while_they_run(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found as ops are timed, on the captured graph; also where an op runs again in the backward."""
+
+    def noted(gm: GraphModule, device: torch.device) -> None:
+        for node in graphs.nodes(gm, torch.ops.aten.mm.default):
+            meta.set_cost(node, replace(meta.cost(node), scratch_bytes=taken))
+
+    monkeypatch.setattr(HardwareProfile, "is_this_machine", lambda hw: True)
+    monkeypatch.setattr(pipeline, "time_ops", noted)
+    found = replace(captured("transformer"), joint=copy.deepcopy(captured("transformer").joint))
+    peaks = {}
+    for taken in (0, 1 << 30):
+        halves, plan = trained(found, request(found, policy=policy))
+        assert plan.prediction is not None
+        peaks[taken] = plan.prediction.peak_bytes["host"]
+        again = [n for n in graphs.nodes(graphs.both(halves)[1], torch.ops.aten.mm.default) if meta.is_recomputed(n)]
+        assert all(meta.cost(n).scratch_bytes == taken for n in again)
+    assert 1 << 30 >= peaks[1 << 30] - peaks[0] > (1 << 30) - (1 << 20)  # values that died by then had taken less
+    with pytest.raises(InfeasiblePlan, match="would fit"):
+        trained(found, request(found, policy=policy, host=1 << 30))
 
 
 def test_less_memory_means_more_traffic_and_no_faster_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from lohan_fx import meta
 from lohan_fx.meta import Cost
 from lohan_fx.passes.activation_graph import ActivationGraph, activation_graph
 from lohan_fx.passes.annotate import annotate
@@ -314,6 +316,14 @@ def rewrite(found: Captured, plan: Plan, *, upto: Pass | None = schedule) -> Hal
             apply(halves, plan)
             verify(halves, plan, after=apply.__name__)
     return halves
+
+
+def take_scratch(halves: Halves, nbytes: int) -> set[str]:
+    """Let each matmul of ``halves`` take so much while it runs; their names."""
+    matmuls = [n for _, gm in halves.graphs() for n in nodes(gm, torch.ops.aten.mm.default)]
+    for node in matmuls:
+        meta.set_cost(node, dataclasses.replace(meta.cost(node), scratch_bytes=nbytes))
+    return {n.name for n in matmuls}
 
 
 def mixed(found: Captured) -> dict[str, Decision]:

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from lohan_fx import ops
 from lohan_fx.passes.annotate import annotate
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import Peak, device_peaks, peak_bytes, peaks, rises, swap_out_room
+from lohan_fx.passes.liveness import Peak, alive, bytes_at, device_peaks, peak_bytes, peaks, rises, swap_out_room
 from lohan_fx.plan import Keep, Plan, Swap, Tier, Windows
 from tests.passes.fake_runtime import FakeRuntime, backward_inputs, bound, forward_inputs
-from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, both, captured, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, MODELS, WINDOWS, Captured, both, captured, plan_for, rewrite, take_scratch
 
 
 class Meter(fx.Interpreter):
@@ -125,6 +125,23 @@ def _inputs_that_do_not_cross(found: Captured, halves: Halves) -> int:
     """The backward knows nothing of them, but the caller holds them all the same."""
     inputs = {name: v for name, v in found.values.items() if name not in found.parameters and torch.is_tensor(v)}
     return sum(value.nbytes for name, value in inputs.items() if name not in halves.saved_placeholders())
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_what_kernels_take_is_there_while_they_run(decision: str) -> None:
+    found = captured("transformer")
+    plan = plan_for(found, DECISIONS[decision](found))
+    halves = rewrite(found, plan)
+    before, ends = bytes_at(halves, plan), {half: peak.end_bytes for half, peak in peaks(halves, plan).items()}
+    without = list(alive(halves, plan))
+    matmuls = take_scratch(halves, 1 << 20)
+    for half, alive_at in bytes_at(halves, plan).items():
+        more = {name: nbytes - before[half][name] for name, nbytes in alive_at.items()}
+        assert more == {name: (1 << 20) * (name in matmuls) for name in more}
+        assert any(more.values())
+    assert {half: peak.end_bytes for half, peak in peaks(halves, plan).items()} == ends
+    assert all(peak.bytes > 1 << 20 and peak.node in matmuls for peak in device_peaks(halves, plan).values())
+    assert list(alive(halves, plan, scratch=False)) == without
 
 
 def test_parameters_at_home_on_the_device_are_left_out() -> None:

@@ -22,7 +22,7 @@ from lohan_fx.passes.touched_values import (
     touched_bytes,
 )
 from lohan_fx.plan import Plan
-from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite
+from tests.passes.graphs import DECISIONS, captured, plan_for, rewrite, take_scratch
 
 ALL = range(1, sys.maxsize)
 
@@ -65,6 +65,19 @@ def test_together_the_values_of_all_places_are_all_values(decision: str) -> None
         strict=True,
     ):
         assert total == sum(parts)
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_what_kernels_take_is_counted_in_the_heap_alone(decision: str) -> None:
+    halves, plan = graphs(decision)
+    assign_buffers(halves, plan, room_bytes=1 << 30)
+    found, before = (heap_rises, brought_rises, outliving_rises), touched_bytes(halves, plan)
+    rises_before = [each(halves, plan) for each in found]
+    take_scratch(halves, 1 << 30)
+    assert touched_bytes(halves, plan) - before == pytest.approx(1 << 30, rel=1e-3)
+    in_heap, *others = (each(halves, plan) for each in found)
+    assert others == rises_before[1:]
+    assert all(max(nbytes.values()) >= 1 << 30 for nbytes in in_heap.values())
 
 
 @pytest.mark.parametrize("decision", DECISIONS)

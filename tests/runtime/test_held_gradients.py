@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lohan_fx.plan import OptimizerTiming, ParameterPlan, Plan, Prediction, Stage, Tier, Windows
 from lohan_fx.runtime.gradient_norm import PIECE_ELEMENTS, norm_of
@@ -283,3 +285,26 @@ def test_a_long_gradient_of_half_precision_is_measured_in_pieces(dtype: torch.dt
         )
     flat[-1] = math.inf
     assert not torch.isfinite(norm_of(flat))
+
+
+class _Memory(TorchDispatchMode):
+    """The memory of all fp32 values that ops made, kept, so that none is told for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+            self.of[found.untyped_storage().data_ptr()] = found.untyped_storage()
+        return found
+
+
+def test_the_norm_of_a_narrow_gradient_takes_one_copy_of_a_piece() -> None:
+    """Many, each below a norm that lives on, would leave holes of as many bytes as all of it in fp32 (docs/0054)."""
+    flat = torch.full((16 * PIECE_ELEMENTS,), 0.5, dtype=torch.bfloat16)
+    with _Memory() as memory:
+        found = norm_of(flat)
+    assert found.item() == pytest.approx(0.5 * math.sqrt(flat.numel()))
+    assert 4 * PIECE_ELEMENTS <= sum(each.nbytes() for each in memory.of.values()) < 5 * PIECE_ELEMENTS

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 
 from lohan_fx import meta
 from lohan_fx.measuring import op_times
-from lohan_fx.measuring.op_times import signature_of, time_ops
+from lohan_fx.measuring.op_times import Measured, signature_of, time_ops
 from lohan_fx.meta import Lane
 from lohan_fx.passes.annotate import annotate
 from tests.passes.graphs import MODELS, captured
@@ -24,6 +25,12 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_times, "FIRST_RUNS", 1)
     monkeypatch.setattr(op_times, "ROUNDS", 2)
     monkeypatch.setattr(op_times, "COLD_BYTES", 4096)
+
+
+@pytest.fixture
+def _costless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For nodes of which only the name is needed."""
+    monkeypatch.setattr(op_times, "_is_watched", lambda node, device: False)
 
 
 def joint_of(name: str) -> GraphModule:
@@ -77,6 +84,7 @@ def test_the_mean_run_counts_and_a_hiccup_for_three(took: tuple[float, ...], mea
     assert op_times._mean_s(list(took)) == mean_s
 
 
+@pytest.mark.usefixtures("_costless")
 def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_times, "FIRST_RUNS", 2)
     monkeypatch.setattr(op_times, "ROUNDS", 3)
@@ -88,10 +96,12 @@ def test_the_first_run_warms_up_and_what_adds_nothing_is_run_no_more(monkeypatch
     took = {large: iter((9.0, 1.0, 3.0, *8 * [2.0])), small: iter((9.0, 1e-3, 1e-3))}
     monkeypatch.setattr(op_times, "_runner", lambda node, device: node)
     monkeypatch.setattr(op_times, "timed", lambda node, device: next(took[node]))
-    assert op_times._in_rounds({("large",): [large], ("small",): [small]}, CPU) == {("large",): 2.0, ("small",): 1e-3}
+    found = op_times._in_rounds({("large",): [large], ("small",): [small]}, CPU)
+    assert found == {("large",): Measured(2.0, 0), ("small",): Measured(1e-3, 0)}
     assert len(list(took[large])) == 8 - 2 * 2  # two rounds of four seconds each
 
 
+@pytest.mark.usefixtures("_costless")
 @pytest.mark.parametrize(("op_s", "runs"), [(1e-6, 1), (2e-2, op_times.MOST_RUNS)])
 def test_a_small_graph_is_not_timed_for_many_of_its_steps(
     op_s: float, runs: int, monkeypatch: pytest.MonkeyPatch
@@ -115,13 +125,14 @@ def test_a_small_graph_is_not_timed_for_many_of_its_steps(
     assert runs_of == {node.name: 1 + op_times.FIRST_RUNS + (op_times.ROUNDS - 1) * runs for node in nodes}
 
 
+@pytest.mark.usefixtures("_costless")
 def test_an_op_that_takes_long_is_run_once_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_times, "FIRST_RUNS", 3)
     node = torch.fx.Graph().placeholder("x")
     took = iter((70.0, 60.0))
     monkeypatch.setattr(op_times, "_runner", lambda node, device: node)
     monkeypatch.setattr(op_times, "timed", lambda node, device: next(took))
-    assert op_times._in_rounds({("slow",): [node]}, CPU) == {("slow",): 60.0}
+    assert op_times._in_rounds({("slow",): [node]}, CPU) == {("slow",): Measured(60.0, 0)}
 
 
 def test_a_strided_input_is_another_op() -> None:
@@ -147,3 +158,39 @@ def test_an_op_that_refuses_made_up_values_has_no_seconds_and_an_assertion_is_no
     time_ops(gm, CPU)
     seconds = {n.name: meta.cost(n).measured_s for n in (sevenths, doubled, checked)}
     assert [s is None for s in seconds.values()] == [True, False, True], seconds
+
+
+@torch.library.custom_op("lohan_tests::doubled_with_scratch", mutates_args=())
+def doubled_with_scratch(x: torch.Tensor) -> torch.Tensor:
+    """Takes three times the memory of ``x`` beside its result."""
+    copies = torch.stack([x, x, x])
+    return copies.sum(0) - x
+
+
+@doubled_with_scratch.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_a_kernel_takes_beside_its_values_is_noted_where_it_could_matter() -> None:
+    graph = torch.fx.Graph()
+    large, small = graph.placeholder("large"), graph.placeholder("small")
+    large.meta["val"], small.meta["val"] = torch.ones(4 << 20), torch.ones(1 << 10)
+    op = torch.ops.lohan_tests.doubled_with_scratch.default
+    taking, sparing = graph.call_function(op, (large,)), graph.call_function(op, (small,))
+    adding = graph.call_function(torch.ops.aten.add.Tensor, (large, large))
+    for node in (taking, sparing, adding):
+        node.meta["val"] = torch.empty_like(node.args[0].meta["val"])  # type: ignore[union-attr]
+    graph.output((taking, sparing, adding))
+    gm = GraphModule({}, graph)
+    annotate(gm)
+    time_ops(gm, CPU)
+    assert 48 << 20 <= meta.cost(taking).scratch_bytes <= 66 << 20  # the copies; at their sum one of them more
+    assert meta.cost(sparing).scratch_bytes == meta.cost(adding).scratch_bytes == 0
+    assert meta.cost(taking).measured_s is not None
+
+
+def test_ops_are_timed_without_what_tracing_has_switched_on() -> None:
+    """The dispatcher in Python keeps the interpreter while a kernel runs, and takes longer than a small one."""
+    with enable_python_dispatcher(), op_times._as_in_training():
+        assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)

@@ -16,6 +16,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Windows
 from lohan_fx.planning import budgets
 from lohan_fx.planning.budgets import (
+    BYTES_PER_THREAD,
     CAPTURE_BYTES,
     GPU_KERNELS_BYTES,
     MIB,
@@ -28,6 +29,7 @@ from lohan_fx.planning.budgets import (
     mean_request_bytes,
     parse_bytes,
     staging_bytes,
+    threads_bytes,
 )
 from lohan_fx.planning.problem import ParameterFacts
 from lohan_fx.runtime.state_buffer import buffer_bytes
@@ -204,6 +206,14 @@ def test_what_is_moved_in_place_needs_no_staging() -> None:
 def test_on_a_cpu_there_is_one_memory() -> None:
     found = make_budgets(CPU, 8 * GIB, None, choose_windows(8 * GIB, parameters(10)))
     assert (found.host_memory_bytes, found.device_memory_bytes, found.shared) == (8 * GIB, 8 * GIB, True)
+
+
+def test_each_thread_of_torch_keeps_memory_for_matmuls_on_a_cpu() -> None:
+    assert [threads_bytes(CPU, threads) for threads in (1, 2, 8)] == [0, BYTES_PER_THREAD, 7 * BYTES_PER_THREAD]
+    assert threads_bytes(GPU, 8) == 0
+    windows = choose_windows(8 * GIB, parameters(10))
+    budgets = [make_budgets(CPU, 8 * GIB, None, windows, kernels_bytes=threads_bytes(CPU, n)) for n in (1, 2)]
+    assert budgets[1].fixed_bytes - budgets[0].fixed_bytes == BYTES_PER_THREAD
 
 
 def test_without_a_promise_most_of_what_is_free_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ Planned = tuple[Halves, Plan, Request]
 def planned(hw: HardwareProfile) -> Planned:
     capture = meta_capture(gpt2(dropout=0.0), tokens(), compute_dtype=torch.float32)
     request = make_request(
-        capture, Asked(hw, host_memory_bytes=1 << 30, policy="swap-nvme", compute_dtype=torch.float32)
+        capture, Asked(hw, host_memory_bytes=2 << 30, policy="swap-nvme", compute_dtype=torch.float32)
     )
     halves, plan = plan_training(capture.joint, request, num_outputs=capture.num_outputs, parameters=capture.parameters)
     return halves, plan, settled(request, plan.windows)

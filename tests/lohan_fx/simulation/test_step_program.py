@@ -37,13 +37,15 @@ def replayed(base_bytes: int, program: Iterable[Instruction]) -> tuple[int, int]
     return most, live
 
 
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.NVME])
 @pytest.mark.parametrize("decision", DECISIONS, ids=str)
 @pytest.mark.parametrize("name", graphs.MODELS)
-def test_memory_is_what_liveness_finds(name: str, decision: Decision, home: Tier) -> None:
+def test_memory_is_what_liveness_finds(name: str, decision: Decision, home: Tier, scratch_bytes: int) -> None:
     found = captured(name)
     plan = plan_for(found, decision, home=home)
     halves = rewrite(found, plan)
+    graphs.take_scratch(halves, scratch_bytes)
     program, expected = step_program(halves, plan, flops_as_seconds), peaks(halves, plan)
     forward, backward = expected["forward"], expected["backward"]
     assert replayed(program.forward_base_bytes, program.forward) == (forward.bytes, forward.end_bytes)

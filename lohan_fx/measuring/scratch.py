@@ -1,0 +1,48 @@
+"""scratch: the host memory that an op takes beside what it reads and makes, only while it runs.
+
+Nothing announces it: a kernel that lacks instructions for a dtype converts what it is given, and one that has them brings
+weights into an order of its own, in memory that neither torch's allocator nor its profiler reports. So what is resident is looked
+at while the op runs. What stays resident afterwards is no scratch: a library's own buffers, generated code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lohan_fx.process_memory import Watch, return_free_memory
+
+NOTICED_BYTES = 1 << 20
+"""Less is not told from what other threads of the process do meanwhile."""
+LOOKED_AT_BYTES = 8 << 20
+"""An op that reads and writes less is not watched: what it could take is within the rounding of a plan."""
+_ITEM_BYTES = (1, 2, 4, 8)
+_INEXACT_SHARE, _INEXACT_BYTES = 0.03, 512 << 10
+"""What is resident is seen every so often, by pages."""
+_LOCK = threading.Lock()
+
+
+def watched(run: Callable[[], object]) -> int:
+    """Bytes that ``run()``, called once, had resident at the most beside what was there before or is afterwards; 0 below
+    ``NOTICED_BYTES``."""
+    with _LOCK:
+        return_free_memory()  # else it may be taken from holes, which are resident already
+        with Watch() as watch:
+            made = run()
+        return_free_memory()
+        found = watch.most_bytes - max(watch.before_bytes, watch.now())
+        del made
+    return found if found >= NOTICED_BYTES else 0
+
+
+def as_copy(nbytes: int, values: Iterable[object]) -> int:
+    """``nbytes`` as the size of one of ``values`` in some dtype, where it is about that: what kernels take is mostly such a copy,
+    and a plan should not depend on when it was looked at. Else rounded up to MiB."""
+    inexact = max(_INEXACT_SHARE * nbytes, _INEXACT_BYTES)
+    copies = (value.numel() * item for value in values if isinstance(value, torch.Tensor) for item in _ITEM_BYTES)
+    near = [copy for copy in copies if abs(copy - nbytes) <= inexact]
+    return (
+        min(near, key=lambda copy: (abs(copy - nbytes), copy)) if near else -(-nbytes // NOTICED_BYTES) * NOTICED_BYTES
+    )

@@ -1,0 +1,50 @@
+"""scratch: memory that is there only while something runs is seen, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lohan_fx.measuring.scratch import NOTICED_BYTES, as_copy, watched
+
+MIB = 1 << 20
+
+
+def test_what_lives_only_while_it_runs_is_seen() -> None:
+    found = watched(lambda: torch.ones(16 * MIB).sum())
+    assert 60 * MIB <= found <= 68 * MIB
+
+
+def test_what_it_makes_and_what_it_keeps_is_no_scratch() -> None:
+    kept: list[torch.Tensor] = []
+    assert watched(lambda: torch.ones(16 * MIB)) == 0
+    assert watched(lambda: kept.append(torch.ones(16 * MIB))) == 0
+
+
+def test_what_is_taken_from_holes_is_seen_too() -> None:
+    """The heap keeps what is freed below something that lives; its pages are resident before the op runs."""
+    below = [torch.ones(MIB // 4) for _ in range(48)]
+    above = torch.ones(16)
+    del below
+    found = watched(lambda: torch.stack([torch.ones(MIB // 4) for _ in range(48)]).sum())
+    assert 92 * MIB <= found <= 100 * MIB  # the parts, and all of them once more
+    del above
+
+
+def test_what_it_raises_is_raised_and_the_next_is_watched() -> None:
+    with pytest.raises(ZeroDivisionError):
+        watched(lambda: 1 // 0)
+    assert watched(lambda: torch.ones(16 * MIB).sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [
+        (131_006_464, 131_072_000),  # the gradient of 32,000 x 1,024 in fp32, as far as it was seen
+        (66_000_000, 65_536_000),
+        (100_000_000, 96 * NOTICED_BYTES),  # no copy of anything
+    ],
+)
+def test_about_the_size_of_a_copy_is_that_size(nbytes: int, told: int) -> None:
+    values = [torch.empty(32_000, 1024, device="meta"), torch.empty(32, 1024, device="meta"), 3, None]
+    assert as_copy(nbytes, values) == told
