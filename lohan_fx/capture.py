@@ -188,7 +188,7 @@ def _host_rises(halves: Halves, plan: Plan) -> dict[str, Rises]:
         return {half: {} for half, _ in halves.graphs()}
     each = [found(halves, plan) for found in (heap_rises, brought_rises, outliving_rises)]
     return {
-        half: {slot: Rise(*(found[half][slot] for found in each)) for slot in each[0][half]}
+        half: {look: Rise(*(found[half][look] for found in each)) for look in each[0][half]}
         for half, _ in halves.graphs()
     }
 

@@ -200,7 +200,7 @@ class Engine:
 
     def fetch(self, shell: torch.Tensor, slot: int) -> torch.Tensor:
         del shell
-        self.resident_limit.look(slot)
+        self.resident_limit.look((ops.FETCH, slot))
         return self._stream.fetch(slot)
 
     def swap_out(self, x: torch.Tensor, slot: int, tier: str) -> torch.Tensor:
@@ -212,7 +212,7 @@ class Engine:
         return self._swap.swap_in(handle)
 
     def offload_grad(self, g: torch.Tensor, slot: int) -> None:
-        self.resident_limit.look(slot)
+        self.resident_limit.look((ops.OFFLOAD_GRAD, slot))
         self.updates.take(slot, g)
 
     # --- the order of a step ----------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch._ops import OpOverload
+
 STEP_BYTES = 16 << 20
 IN_VAIN_BYTES = STEP_BYTES // 2
 """Who gave back less gave back in vain."""
@@ -35,8 +37,10 @@ class Rise(NamedTuple):
     outliving_bytes: int
 
 
-Rises = Mapping[int | None, Rise]
-"""Slot whose fetch or gradient is looked at (None: the graph's beginning) -> what the graph takes until the next look."""
+Look = tuple[OpOverload, int] | None
+"""Where it is looked: as this op moves the parameter or the gradient of a slot; None: as the graph begins."""
+Rises = Mapping[Look, Rise]
+"""What the graph takes until the next look."""
 _NO_RISE = Rise(0, 0, 0)
 
 
@@ -66,10 +70,10 @@ class ResidentLimit:
         self._rises = rises
         self.look(None)
 
-    def look(self, slot: int | None) -> None:
+    def look(self, at: Look) -> None:
         if self._limit_bytes is None or self._promised_bytes is None:
             return
-        rise_bytes = sum(rise := self._rises.get(slot, _NO_RISE))
+        rise_bytes = sum(rise := self._rises.get(at, _NO_RISE))
         before_bytes = resident_bytes()
         if before_bytes + rise_bytes > self._limit_bytes:
             rise_bytes = self._growth_bytes(rise)

@@ -80,11 +80,11 @@ class Looks(Meter):
             return super().run_node(n)
         before = self.alive(None)
         if self.found is None:
-            self.slot, self.base, self.rises = None, before, {None: 0}
+            self.look, self.base, self.rises = None, before, {None: 0}
         if n.target in (ops.FETCH, ops.OFFLOAD_GRAD):
-            self.slot, self.base = n.args[1], before
+            self.look, self.base = (n.target, n.args[1]), before
         result = super().run_node(n)
-        self.rises[self.slot] = max(self.rises.get(self.slot, 0), self.alive(result) - self.base)
+        self.rises[self.look] = max(self.rises.get(self.look, 0), self.alive(result) - self.base)
         return result
 
 

@@ -6,10 +6,12 @@ import os
 
 import pytest
 
-from lohan_fx import process_memory
+from lohan_fx import ops, process_memory
 from lohan_fx.runtime import resident_limit
 from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rise, resident_bytes
 
+FETCHED, LEAVES = (ops.FETCH, 7), (ops.OFFLOAD_GRAD, 7)
+"""The same parameter: as it comes, and as its gradient goes."""
 LIMIT = 1 << 30
 
 
@@ -113,18 +115,20 @@ def test_what_comes_until_the_next_look_counts_as_taken(monkeypatch: pytest.Monk
     asked: list[int] = []
     monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now[0])
     limit = ResidentLimit(LIMIT, lambda: asked.append(now[0]))
-    limit.begin({None: Rise(LIMIT // 4, LIMIT // 8, LIMIT // 8), 7: Rise(0, LIMIT // 4, 0), 8: Rise(LIMIT, 0, 0)})
+    limit.begin(
+        {None: Rise(LIMIT // 4, LIMIT // 8, LIMIT // 8), FETCHED: Rise(0, LIMIT // 4, 0), LEAVES: Rise(LIMIT, 0, 0)}
+    )
     assert asked == []
-    limit.look(7)
+    limit.look(FETCHED)
     assert asked == []
-    limit.look(8)
+    limit.look(LEAVES)
     assert asked == [LIMIT // 2]
-    limit.look(8)
+    limit.look(LEAVES)
     assert asked == [LIMIT // 2], "nothing came back: not again before there is more"
     now[0] += 2 * STEP_BYTES
-    limit.look(7)
+    limit.look(FETCHED)
     assert len(asked) == 1
-    limit.look(8)
+    limit.look(LEAVES)
     assert len(asked) == 2
     ResidentLimit(LIMIT, lambda: asked.append(0)).begin({None: Rise(LIMIT, 0, 0)})
     assert asked[2:] == [0]
@@ -139,12 +143,12 @@ def test_what_has_memory_already_does_not_count_twice(monkeypatch: pytest.Monkey
         return sum(rise) - in_ram[0]
 
     limit = ResidentLimit(LIMIT, lambda: asked.append(now[0]), growth_bytes)
-    limit.begin({None: Rise(1, 2, 3), 7: Rise(10, 20, 30), 8: Rise(10, 20, 31)})
+    limit.begin({None: Rise(1, 2, 3), FETCHED: Rise(10, 20, 30), LEAVES: Rise(10, 20, 31)})
     assert not found, "nobody asks below the limit"
     in_ram[0] = 50
-    limit.look(7)
+    limit.look(FETCHED)
     assert found == [Rise(10, 20, 30)] and not asked
-    limit.look(8)
+    limit.look(LEAVES)
     assert asked == [LIMIT - 10]
 
 
