@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from lohan_fx.passes.annotate import at_hint
 from lohan_fx.process_memory import Watch, return_free_memory
 
 NOTICED_BYTES = 1 << 20
@@ -39,9 +40,11 @@ def watched(run: Callable[[], object]) -> int:
 
 def as_copy(nbytes: int, values: Iterable[object]) -> int:
     """``nbytes`` as the size of one of ``values`` in some dtype, where it is about that: what kernels take is mostly such a copy,
-    and a plan should not depend on when it was looked at. Else rounded up to MiB."""
+    and a plan should not depend on when it was looked at. Else rounded up to MiB. Symbolic sizes count at their hints: a graph
+    whose sizes were compared with ``nbytes`` would hold for no other ones."""
     inexact = max(_INEXACT_SHARE * nbytes, _INEXACT_BYTES)
-    copies = (value.numel() * item for value in values if isinstance(value, torch.Tensor) for item in _ITEM_BYTES)
+    counts = [at_hint(value.numel()) for value in values if isinstance(value, torch.Tensor)]
+    copies = (count * item for count in counts for item in _ITEM_BYTES)
     near = [copy for copy in copies if abs(copy - nbytes) <= inexact]
     return (
         min(near, key=lambda copy: (abs(copy - nbytes), copy)) if near else -(-nbytes // NOTICED_BYTES) * NOTICED_BYTES

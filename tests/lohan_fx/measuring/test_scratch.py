@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lohan_fx import meta
 from lohan_fx.measuring.scratch import NOTICED_BYTES, as_copy, watched
+from tests.passes.graphs import captured
 
 MIB = 1 << 20
 
@@ -48,3 +50,13 @@ def test_what_it_raises_is_raised_and_the_next_is_watched() -> None:
 def test_about_the_size_of_a_copy_is_that_size(nbytes: int, told: int) -> None:
     values = [torch.empty(32_000, 1024, device="meta"), torch.empty(32, 1024, device="meta"), 3, None]
     assert as_copy(nbytes, values) == told
+
+
+def test_a_graph_for_many_sizes_stays_one() -> None:
+    """Each size that is compared with what was seen would be a guard."""
+    nodes = captured("two-layers", dynamic=True).joint.graph.nodes
+    of_rows = [v for n in nodes if (v := meta.tensor(n)) is not None and isinstance(v.numel(), torch.SymInt)]
+    environment = of_rows[0].numel().node.shape_env
+    before = len(environment.guards)
+    found = as_copy(8 * of_rows[0].numel().node.hint, of_rows)
+    assert type(found) is int and len(environment.guards) == before
