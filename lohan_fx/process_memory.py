@@ -104,8 +104,12 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="lohan-watch", daemon=True)
 
     def __enter__(self) -> Watch:
-        self._thread.start()
-        self.before_bytes = self.most_bytes = self.now()  # with the thread's own
+        try:
+            self._thread.start()
+            self.before_bytes = self.most_bytes = self.now()  # with the thread's own
+        except BaseException:  # an interrupt, after which nobody calls ``__exit__``: the thread would look for good
+            self._over.set()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:

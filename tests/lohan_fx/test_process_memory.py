@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,25 @@ def test_a_mapping_is_resident_as_far_as_it_was_touched() -> None:
     assert process_memory.resident_bytes(address, BLOCK_BYTES) == 3 * mmap.PAGESIZE
     assert process_memory.resident_bytes(address, mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE
     assert process_memory.resident_bytes(0, mmap.PAGESIZE) == 0
+
+
+def test_ctrl_c_as_a_watch_begins_leaves_no_thread_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = process_memory.Watch()
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(watch, "now", _interrupted_in_main(watch.now))
+        with watch:
+            pass
+    watch._thread.join(10.0)
+    assert not watch._thread.is_alive()
+
+
+def _interrupted_in_main(now: Callable[[], int]) -> Callable[[], int]:
+    def interrupted() -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return now()
+
+    return interrupted
 
 
 MAPS = """
