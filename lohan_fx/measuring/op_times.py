@@ -94,14 +94,16 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
     """What each op takes: the mean seconds of a few runs of all, and then of as many more as the graph's sum depends on."""
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
 
-    def runs_s(node: Node, runs: int, *, first: bool = False) -> list[float]:
-        run, found = _runner(node, device), list[float]()
-        if first:
-            scratch_bytes[signature] = _warm_up(run, node, device)
+    def runs_s(run: Callable[[], object], runs: int) -> list[float]:
+        found: list[float] = []
         while len(found) < runs and not (found and found[-1] > LONG_S):
             cold.fill_(len(found) % 2)
             found.append(timed(run, device))
         return found
+
+    def first_runs(node: Node) -> tuple[int, list[float]]:
+        run = _runner(node, device)
+        return _warm_up(run, node, device), runs_s(run, FIRST_RUNS)
 
     found: dict[Signature, list[float]] = {}
     scratch_bytes: dict[Signature, int] = {}
@@ -109,7 +111,7 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
     for signature, nodes in alike.items():
         began_s = time.perf_counter()
         with suppress(Exception):  # whatever its kernel, or one of a package of the user's, raises for such values
-            found[signature] = runs_s(nodes[0], FIRST_RUNS, first=True)
+            scratch_bytes[signature], found[signature] = first_runs(nodes[0])
             run_s[signature] = (time.perf_counter() - began_s) / (1 + FIRST_RUNS)
     adds_s = {signature: len(alike[signature]) * statistics.fmean(seconds) for signature, seconds in found.items()}
     total_s = sum(adds_s.values())
@@ -120,7 +122,7 @@ def _in_rounds(alike: dict[Signature, list[Node]], device: torch.device) -> dict
         for signature in again:
             if found[signature][-1] <= LONG_S:
                 runs = round(ROUND_S * len(alike[signature]) / total_s)
-                found[signature] += runs_s(alike[signature][0], min(max(runs, 1), most))
+                found[signature] += runs_s(_runner(alike[signature][0], device), min(max(runs, 1), most))
     return {
         signature: Measured(_mean_s(found[signature]) if signature in found else None, scratch_bytes.get(signature, 0))
         for signature in alike
