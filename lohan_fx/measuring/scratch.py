@@ -22,6 +22,8 @@ LOOKED_AT_BYTES = 8 << 20
 _ITEM_BYTES = (1, 2, 4, 8)
 _INEXACT_SHARE, _INEXACT_BYTES = 0.03, 512 << 10
 """What is resident is seen every so often, by pages."""
+_SOME_PAGES_BYTES = 128 << 10
+"""What runs of one op differ by; so many above whole MiB, which several copies often take together, count as those."""
 _LOCK = threading.Lock()
 
 
@@ -40,12 +42,12 @@ def watched(run: Callable[[], object]) -> int:
 
 def as_copy(nbytes: int, values: Iterable[object]) -> int:
     """``nbytes`` as the size of one of ``values`` in some dtype, where it is about that: what kernels take is mostly such a copy,
-    and a plan should not depend on when it was looked at. Else rounded up to MiB. Symbolic sizes count at their hints: a graph
+    and a plan should not depend on when it was looked at. Else rounded to MiB. Symbolic sizes count at their hints: a graph
     whose sizes were compared with ``nbytes`` would hold for no other ones."""
     inexact = max(_INEXACT_SHARE * nbytes, _INEXACT_BYTES)
     counts = [at_hint(value.numel()) for value in values if isinstance(value, torch.Tensor)]
     copies = (count * item for count in counts for item in _ITEM_BYTES)
     near = [copy for copy in copies if abs(copy - nbytes) <= inexact]
-    return (
-        min(near, key=lambda copy: (abs(copy - nbytes), copy)) if near else -(-nbytes // NOTICED_BYTES) * NOTICED_BYTES
-    )
+    if near:
+        return min(near, key=lambda copy: (abs(copy - nbytes), copy))
+    return -(-(nbytes - _SOME_PAGES_BYTES) // NOTICED_BYTES) * NOTICED_BYTES

@@ -52,6 +52,12 @@ def test_about_the_size_of_a_copy_is_that_size(nbytes: int, told: int) -> None:
     assert as_copy(nbytes, values) == told
 
 
+@pytest.mark.parametrize("seen", [14 * MIB - 4096, 14 * MIB, 14 * MIB + 4096, 14 * MIB + 81_920])
+def test_some_pages_more_or_less_are_the_same_plan(seen: int) -> None:
+    """Of the same op, in other processes: a training that is resumed under its promise must not be refused for them."""
+    assert as_copy(seen, [torch.empty(MIB // 2, device="meta")]) == 14 * MIB
+
+
 def test_a_graph_for_many_sizes_stays_one() -> None:
     """Each size that is compared with what was seen would be a guard."""
     nodes = captured("two-layers", dynamic=True).joint.graph.nodes
