@@ -121,7 +121,10 @@ def initialized(
     turns = _turns(model, initialize, names, remedy, parameters=parameters, skip=skip)
     _check_room(turns, names, most_bytes)
     buffers: Buffers = {}
-    done: set[int] = set()
+    first: dict[int, tuple[nn.Module, str]] = {}
+    for module in (module for turn in turns for module in turn.draw.reach):
+        for name, parameter in module._parameters.items():
+            first.setdefault(id(parameter), (module, name))
 
     def take(turn: _Turn) -> None:
         """Nothing of what is made in here is left after it, so that the next one's is all there is."""
@@ -134,8 +137,7 @@ def initialized(
                 _check_set(place, full, remedy)
                 if kind == "buffer":
                     buffers[module, name] = place.value
-                elif parameters and id(place.meta) not in done:
-                    done.add(id(place.meta))
+                elif parameters and first[id(place.meta)] == (module, name):
                     assert isinstance(place.meta, nn.Parameter)
                     store(place.meta, place.value)
 
@@ -200,12 +202,14 @@ def _find_reach(draw: _Draw, wanted: Collection[nn.Module], remedy: str) -> bool
     if not all(t.is_meta for t in (*draw.module.parameters(), *draw.module.buffers())):
         draw.reach = own
         return bool(own)
-    below = {m: [t for t in _tensors(m) if t.is_meta] for m in draw.module.modules() if m in wanted and m not in own}
-    before = {m: [t._version for t in tensors] for m, tensors in below.items()}
-    # What looks into numbers cannot be executed on ``meta``; it is taken to set its own.
-    with torch.no_grad(), contextlib.suppress(NotImplementedError, RuntimeError):
-        draw.execute()
-    draw.reach = own + [m for m, tensors in below.items() if [t._version for t in tensors] != before[m]]
+    below = [m for m in draw.module.modules() if m in wanted and m not in own]
+    # Each place has a tensor of its own meanwhile: of those that are tied, only the one by which it is set counts.
+    with _made(below, torch.empty_like) as made:
+        # What looks into numbers cannot be executed on ``meta``; it is taken to set its own.
+        with torch.no_grad(), contextlib.suppress(NotImplementedError, RuntimeError):
+            draw.execute()
+        found = dict.fromkeys(m for (m, *_), place in made.items() if place.value._version != place.version)
+    draw.reach = [*own, *found]
     return bool(draw.reach)
 
 
@@ -274,8 +278,11 @@ def _check_all_set(lost: Mapping[nn.Module, str], remedy: str) -> None:
 
 
 @contextlib.contextmanager
-def _made(modules: Collection[nn.Module]) -> Iterator[dict[tuple[nn.Module, str, str], _Place]]:
-    """Within: what ``modules`` themselves have on ``meta`` is on the CPU, unset, by module, kind and name."""
+def _made(
+    modules: Collection[nn.Module], make: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[dict[tuple[nn.Module, str, str], _Place]]:
+    """Within: what ``modules`` themselves have on ``meta`` is what ``make`` makes of it (None: the same on the CPU, unset), by
+    module, kind and name."""
     made: dict[tuple[nn.Module, str, str], _Place] = {}
 
     def held(module: nn.Module, kind: str) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def _made(modules: Collection[nn.Module]) -> Iterator[dict[tuple[nn.Module, str,
         for module, kind in itertools.product(modules, ("parameter", "buffer")):
             for name, meta in list(held(module, kind).items()):
                 if meta is not None and meta.is_meta:
-                    value = _unset(meta)
+                    value = (make or _unset)(meta)
                     if kind == "parameter":
                         value = nn.Parameter(value, requires_grad=meta.requires_grad)
                     made[module, kind, name] = _Place(meta, value, value._version)

@@ -51,6 +51,24 @@ class NanoGpt(nn.Module):
             nn.init.zeros_(module.bias)
 
 
+class Shared(nn.Module):
+    """It is tied once all is drawn, and a call on the whole of it sets what is shared (T5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(20, 16)
+        self.encoder = nn.Embedding(20, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.apply(self._init_weights)
+        self.encoder.weight = self.head.weight = self.shared.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Shared):
+            nn.init.normal_(module.shared.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
 def _on_meta(make: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         return make()
@@ -67,7 +85,7 @@ def _values(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
     return {**found, **{prefixes[module] + name: value for (module, name), value in buffers.items()}}
 
 
-@pytest.mark.parametrize("make", [LLAMA.make, OPT.make, PERCEPTRON.make, Tiny, NanoGpt, WithAttention])
+@pytest.mark.parametrize("make", [LLAMA.make, OPT.make, PERCEPTRON.make, Tiny, NanoGpt, WithAttention, Shared])
 def test_the_numbers_and_the_generator_are_those_of_plain_construction(make: Callable[[], Any]) -> None:
     torch.manual_seed(3)
     plain = make()
@@ -102,6 +120,11 @@ def test_one_module_is_in_memory_at_a_time() -> None:
 
     initialized(model, None, store)
     assert alive == [2] * 8
+
+
+def test_what_is_tied_is_in_memory_once() -> None:
+    model = _on_meta(Shared)
+    assert _values(model, most_bytes=model.shared.weight.nbytes).keys() == {"shared.weight"}
 
 
 class Watched(nn.Linear):
