@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from lohan_fx import process_memory
 from lohan_fx.errors import LohanError
 from lohan_fx.parameters.build_on_disk import forget_pages
 from lohan_fx.parameters.meta_init import Buffers, Initialize, has_meta, initialized
@@ -82,8 +81,6 @@ def _fill(engine: Engine, model: nn.Module, found: Found, initialize: Initialize
         forget_pages(value)
 
     def store(parameter: nn.Parameter, value: torch.Tensor) -> None:
-        # The heap would keep what earlier modules had, and grow to the size of the model.
-        process_memory.return_free_memory()
         engine.states.write_parameter(slots[id(parameter)], value.detach())
 
     return initialized(model, initialize, store, most_bytes=most_bytes) if has_meta(model) else {}

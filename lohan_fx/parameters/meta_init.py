@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan_fx import process_memory
 from lohan_fx.errors import InfeasiblePlan
 
 Initialize = Callable[[nn.Module], None]
@@ -128,6 +129,8 @@ def initialized(
 
     def take(turn: _Turn) -> None:
         """Nothing of what is made in here is left after it, so that the next one's is all there is."""
+        # The heap would keep what earlier modules had, stored or not, and grow to the size of the model.
+        process_memory.return_free_memory()
         with _made(turn.reach) as made, torch.no_grad():
             turn.execute()
             for (module, kind, name), place in made.items():

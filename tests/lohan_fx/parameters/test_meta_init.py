@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lohan_fx
+from lohan_fx import process_memory
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.optim import AdamW
 from lohan_fx.parameters.meta_init import initialized
@@ -142,6 +143,31 @@ def test_a_module_s_values_are_gone_before_the_next_ones_are_made() -> None:
     Watched.stored.clear()
     initialized(model, None, lambda parameter, value: Watched.stored.append(weakref.ref(value)))
     assert len(Watched.stored) == 6
+
+
+class Drawn(nn.Linear):
+    """Tells of being initialised on the CPU."""
+
+    events: ClassVar[list[str]] = []
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            self.events.append("drawn")
+        super().reset_parameters()
+
+
+class Redrawn(nn.Sequential):
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+
+def test_what_earlier_draws_have_freed_goes_back_where_nothing_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a constructor draws is not stored where ``_init_weights`` draws it anew."""
+    Drawn.events.clear()
+    monkeypatch.setattr(process_memory, "return_free_memory", lambda: Drawn.events.append("returned"))
+    initialized(_on_meta(lambda: Redrawn(*(Drawn(8, 8) for _ in range(2)))), None, lambda parameter, value: None)
+    assert Drawn.events == ["returned", "drawn"] * 4
 
 
 def test_a_module_larger_than_the_memory_for_it_is_refused_before_anything_is_made() -> None:
