@@ -222,8 +222,11 @@ class HeldGradients:
         """The gradient of ``slot`` in fp32, of the parameter's shape, on the CPU."""
         held = self._held(slot)
         value = torch.empty(self._slots[slot].numel, dtype=STATE_DTYPE)
-        for start, piece in self._pieces(slot, held):
-            value[start : start + piece.numel()].copy_(piece)
+        if held.memory is None and held.dtype == STATE_DTYPE:
+            self._states.read_gradient(slot, 0, value)
+        else:
+            for start, piece in self._pieces(slot, held):
+                value[start : start + piece.numel()].copy_(piece)
         for factor in held.factors:
             value.mul_(float(factor))
         return value.view(self._slots[slot].shape)
@@ -237,14 +240,15 @@ class HeldGradients:
         return held
 
     def _pieces(self, slot: int, held: Held, *, backwards: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, piece) of what is held, from wherever it is."""
+        """(first element, piece) of what is held, from wherever it is; the piece until the next one is asked for."""
         numel, each = self._slots[slot].numel, PIECE_BYTES // STATE_DTYPE.itemsize
         starts = range(0, numel, each)
+        read = torch.empty(min(each, numel) if held.memory is None else 0, dtype=held.dtype)
         for start in reversed(starts) if backwards else starts:
             elements = min(each, numel - start)
             if held.memory is not None:
                 yield start, held.memory[start : start + elements]
             else:
-                piece = torch.empty(elements, dtype=held.dtype)
+                piece = read[:elements]
                 self._states.read_gradient(slot, start, piece)
                 yield start, piece

@@ -308,3 +308,18 @@ def test_the_norm_of_a_narrow_gradient_takes_one_copy_of_a_piece() -> None:
         found = norm_of(flat)
     assert found.item() == pytest.approx(0.5 * math.sqrt(flat.numel()))
     assert 4 * PIECE_ELEMENTS <= sum(each.nbytes() for each in memory.of.values()) < 5 * PIECE_ELEMENTS
+
+
+def test_what_is_held_on_nvme_is_read_and_measured_without_further_copies(rig: Rig) -> None:
+    """A piece at a time in one place, and as fp32 straight to where it was asked for (docs/0054)."""
+    gradient = rig.hold(FULL)
+    held = rig.residency[FULL].held
+    assert held is not None and held.memory is None
+    held.norms.clear()
+    with _Memory() as memory:
+        found = rig.held.read(FULL)
+    assert torch.equal(found, gradient)
+    assert [each.nbytes() for each in memory.of.values()] == [found.nbytes]
+    with _Memory() as memory:
+        rig.held.norm(FULL, 2.0)
+    assert sum(each.nbytes() for each in memory.of.values()) < PIECE_BYTES + 1024
