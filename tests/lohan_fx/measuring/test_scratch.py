@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -12,8 +14,14 @@ from tests.passes.graphs import captured
 MIB = 1 << 20
 
 
+def used(value: torch.Tensor) -> torch.Tensor:
+    """Its sum, after a while: on a machine that has other work the thread that looks may come late."""
+    time.sleep(0.1)
+    return value.sum()
+
+
 def test_what_lives_only_while_it_runs_is_seen() -> None:
-    found = watched(lambda: torch.ones(16 * MIB).sum())
+    found = watched(lambda: used(torch.ones(16 * MIB)))
     assert 60 * MIB <= found <= 68 * MIB
 
 
@@ -28,15 +36,19 @@ def test_what_is_taken_from_holes_is_seen_too() -> None:
     below = [torch.ones(MIB // 4) for _ in range(48)]
     above = torch.ones(16)
     del below
-    found = watched(lambda: torch.stack([torch.ones(MIB // 4) for _ in range(48)]).sum())
+    found = watched(lambda: _stacked([torch.ones(MIB // 4) for _ in range(48)]))
     assert 92 * MIB <= found <= 100 * MIB  # the parts, and all of them once more
     del above
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    return used(torch.stack(parts))
 
 
 def test_what_it_raises_is_raised_and_the_next_is_watched() -> None:
     with pytest.raises(ZeroDivisionError):
         watched(lambda: 1 // 0)
-    assert watched(lambda: torch.ones(16 * MIB).sum()) > 0
+    assert watched(lambda: used(torch.ones(16 * MIB))) > 0
 
 
 @pytest.mark.parametrize(
