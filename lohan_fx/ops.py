@@ -22,6 +22,10 @@ import torch
 
 from lohan_fx.errors import LohanError
 
+Look = tuple[torch._ops.OpOverload, int] | None
+"""Where memory is looked at: as a ``fetch`` or an ``offload_grad`` moves the parameter, or the gradient, of a slot; None: as a
+graph begins."""
+
 
 class Handler(Protocol):
     """What the runtime of a compiled model does for each op."""

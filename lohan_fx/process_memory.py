@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_STATUS, _STATM = Path("/proc/self/status"), Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
@@ -90,38 +89,6 @@ def resident_bytes(address: int, nbytes: int) -> int:
     if not pages or ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found):
         return 0
     return bytes(found).count(1) * mmap.PAGESIZE
-
-
-class Watch:
-    """What is resident within a ``with`` block: before it, at the most, and now. A thread looks at it, so what is there for less
-    than some tenths of a millisecond may be missed, and what other threads take counts."""
-
-    EVERY_S = 1e-4
-
-    def __init__(self) -> None:
-        self.before_bytes = self.most_bytes = self.now()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="lohan-watch", daemon=True)
-
-    def __enter__(self) -> Watch:
-        try:
-            self._thread.start()
-            self.before_bytes = self.most_bytes = self.now()  # with the thread's own
-        except BaseException:  # an interrupt, after which nobody calls ``__exit__``: the thread would look for good
-            self._over.set()
-            raise
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def now(self) -> int:
-        return int(_STATM.read_bytes().split(maxsplit=2)[1]) * mmap.PAGESIZE
-
-    def _look(self) -> None:
-        while not self._over.wait(self.EVERY_S):
-            self.most_bytes = max(self.most_bytes, self.now())
 
 
 class _Mallinfo(ctypes.Structure):

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from torch._ops import OpOverload
+import torch
 from torch.fx import GraphModule, Node
 
 from lohan_fx import meta, ops
@@ -30,8 +30,6 @@ from lohan_fx.plan import ParameterPlan, Plan, Tier
 
 _SENDING = (ops.SWAP_OUT, ops.OFFLOAD_GRAD)
 _NOTHING: Mapping[str, Collection[str]] = {}
-Look = tuple[OpOverload, int] | None
-"""A place in a graph: where an op moves the parameter, or the gradient, of a slot; None is its beginning."""
 
 
 @dataclass(frozen=True)
@@ -248,22 +246,22 @@ def bytes_at(halves: Halves, plan: Plan) -> dict[str, dict[str, int]]:
 
 def rises(
     halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING, scratch: bool = True
-) -> dict[str, dict[Look, int]]:
+) -> dict[str, dict[ops.Look, int]]:
     """By half, and by op and slot: how much more than before the fetch of that parameter, or before its gradient leaves, is
     alive at the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, without what is
     leaving."""
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
-    found: dict[str, dict[Look, int]] = {}
+    found: dict[str, dict[ops.Look, int]] = {}
     for name, gm in halves.graphs():
-        look: Look = None
+        look: ops.Look = None
         base = before = 0
         half = found[name] = {None: 0}
         for node, during, after, _ in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ()), scratch):
             if node is None:
                 base = during
             elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
-                look, base = (cast(OpOverload, node.target), cast(int, node.args[1])), before
+                look, base = (cast(torch._ops.OpOverload, node.target), cast(int, node.args[1])), before
             half[look] = max(half.get(look, 0), during - base)
             before = after
     return found

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from lohan_fx import ops
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import Look, Transit, alive, rises
+from lohan_fx.passes.liveness import Transit, alive, rises
 from lohan_fx.plan import Plan
 
 _Names = Mapping[str, frozenset[str]]
@@ -32,17 +32,17 @@ def touched_bytes(halves: Halves, plan: Plan, transit: Transit | None = None) ->
     return shared_bytes(halves.assigned) + outliving_bytes(halves, plan, transit) + arrived + most_in_heap
 
 
-def heap_rises(halves: Halves, plan: Plan) -> dict[str, dict[Look, int]]:
+def heap_rises(halves: Halves, plan: Plan) -> dict[str, dict[ops.Look, int]]:
     """``liveness.rises`` of what the heap has."""
     return rises(halves, plan, elsewhere=_others(halves, _in_heap(halves)))
 
 
-def brought_rises(halves: Halves, plan: Plan) -> dict[str, dict[Look, int]]:
+def brought_rises(halves: Halves, plan: Plan) -> dict[str, dict[ops.Look, int]]:
     """``liveness.rises`` of what drives bring, and of what returns from memory."""
     return rises(halves, plan, elsewhere=_others(halves, _brought(halves)), scratch=False)
 
 
-def outliving_rises(halves: Halves, plan: Plan) -> dict[str, dict[Look, int]]:
+def outliving_rises(halves: Halves, plan: Plan) -> dict[str, dict[ops.Look, int]]:
     """``liveness.rises`` of what outlives a graph and has a place."""
     return rises(halves, plan, elsewhere=_others(halves, _outliving(halves)), scratch=False)
 

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from torch._ops import OpOverload
+from lohan_fx import ops
 
 STEP_BYTES = 16 << 20
 IN_VAIN_BYTES = STEP_BYTES // 2
@@ -37,10 +37,8 @@ class Rise(NamedTuple):
     outliving_bytes: int
 
 
-Look = tuple[OpOverload, int] | None
-"""Where it is looked: as this op moves the parameter or the gradient of a slot; None: as the graph begins."""
-Rises = Mapping[Look, Rise]
-"""What the graph takes until the next look."""
+Rises = Mapping[ops.Look, Rise]
+"""What the graph takes from each look until the next."""
 _NO_RISE = Rise(0, 0, 0)
 
 
@@ -70,7 +68,7 @@ class ResidentLimit:
         self._rises = rises
         self.look(None)
 
-    def look(self, at: Look) -> None:
+    def look(self, at: ops.Look) -> None:
         if self._limit_bytes is None or self._promised_bytes is None:
             return
         rise_bytes = sum(rise := self._rises.get(at, _NO_RISE))

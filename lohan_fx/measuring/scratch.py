@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lohan_fx.passes.annotate import at_hint
-from lohan_fx.process_memory import Watch, return_free_memory
+from lohan_fx.process_memory import return_free_memory
+from lohan_fx.runtime.resident_limit import resident_bytes
 
 NOTICED_BYTES = 1 << 20
 """Less is not told from what other threads of the process do meanwhile."""
 LOOKED_AT_BYTES = 8 << 20
 """An op that reads and writes less is not watched: what it could take is within the rounding of a plan."""
+_EVERY_S = 1e-4
 _ITEM_BYTES = (1, 2, 4, 8)
 _INEXACT_SHARE, _INEXACT_BYTES = 0.03, 512 << 10
 """What is resident is seen every so often, by pages."""
@@ -32,10 +34,10 @@ def watched(run: Callable[[], object]) -> int:
     ``NOTICED_BYTES``."""
     with _LOCK:
         return_free_memory()  # else it may be taken from holes, which are resident already
-        with Watch() as watch:
+        with _Watch() as watch:
             made = run()
         return_free_memory()
-        found = watch.most_bytes - max(watch.before_bytes, watch.now())
+        found = watch.most_bytes - max(watch.before_bytes, resident_bytes())
         del made
     return found if found >= NOTICED_BYTES else 0
 
@@ -51,3 +53,30 @@ def as_copy(nbytes: int, values: Iterable[object]) -> int:
     if near:
         return min(near, key=lambda copy: (abs(copy - nbytes), copy))
     return -(-(nbytes - _SOME_PAGES_BYTES) // NOTICED_BYTES) * NOTICED_BYTES
+
+
+class _Watch:
+    """What is resident within a ``with`` block: before it, and at the most. A thread looks at it, so what is there for less than
+    some tenths of a millisecond may be missed, and what other threads take counts."""
+
+    def __init__(self) -> None:
+        self.before_bytes = self.most_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="lohan-watch", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        try:
+            self._thread.start()
+            self.before_bytes = self.most_bytes = resident_bytes()  # with the thread's own
+        except BaseException:  # an interrupt, after which nobody calls ``__exit__``: the thread would look for good
+            self._over.set()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self.most_bytes = max(self.most_bytes, resident_bytes())

@@ -244,7 +244,7 @@ def test_a_plan_has_room_for_what_kernels_take_while_they_run(policy: str, monke
         assert plan.prediction is not None
         peaks[taken] = plan.prediction.peak_bytes["host"]
         again = [n for n in graphs.nodes(graphs.both(halves)[1], torch.ops.aten.mm.default) if meta.is_recomputed(n)]
-        assert all(meta.cost(n).scratch_bytes == taken for n in again)
+        assert (again or policy != "recompute") and all(meta.cost(n).scratch_bytes == taken for n in again)
     assert 1 << 30 >= peaks[1 << 30] - peaks[0] > (1 << 30) - (1 << 20)  # values that died by then had taken less
     with pytest.raises(InfeasiblePlan, match="would fit"):
         trained(found, request(found, policy=policy, host=1 << 30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -193,7 +194,17 @@ def test_what_a_kernel_takes_beside_its_values_is_noted_where_it_could_matter() 
     assert meta.cost(taking).measured_s is not None
 
 
-def test_ops_are_timed_without_what_tracing_has_switched_on() -> None:
+def test_ops_are_timed_without_what_tracing_has_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher in Python keeps the interpreter while a kernel runs, and takes longer than a small one."""
-    with enable_python_dispatcher(), op_times._as_in_training():
-        assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+    key, found = torch._C.DispatchKey.PythonDispatcher, set[bool]()
+
+    def timed(run: Callable[[], object], device: torch.device) -> float:
+        found.add(torch._C._dispatch_tls_is_dispatch_key_included(key))
+        return 1e-3
+
+    monkeypatch.setattr(op_times, "timed", timed)
+    joint = joint_of("two-layers")
+    with enable_python_dispatcher():
+        assert torch._C._dispatch_tls_is_dispatch_key_included(key)
+        time_ops(joint, CPU)
+    assert found == {False}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lohan_fx import meta
+from lohan_fx.measuring import scratch
 from lohan_fx.measuring.scratch import NOTICED_BYTES, as_copy, watched
+from lohan_fx.runtime.resident_limit import resident_bytes
 from tests.passes.graphs import captured
 
 MIB = 1 << 20
@@ -78,3 +82,22 @@ def test_a_graph_for_many_sizes_stays_one() -> None:
     before = len(environment.guards)
     found = as_copy(8 * of_rows[0].numel().node.hint, of_rows)
     assert type(found) is int and len(environment.guards) == before
+
+
+def test_ctrl_c_as_a_watch_begins_leaves_no_thread_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = scratch._Watch()
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(scratch, "resident_bytes", _interrupted_in_main(resident_bytes))
+        with watch:
+            pass
+    watch._thread.join(10.0)
+    assert not watch._thread.is_alive()
+
+
+def _interrupted_in_main(now: Callable[[], int]) -> Callable[[], int]:
+    def interrupted() -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return now()
+
+    return interrupted
