@@ -13,6 +13,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import ParameterPlan, Windows
 from lohan_fx.planning.plan_builder import layer_of_parameter
 from lohan_fx.planning.problem import SMALL_PARAMETER_ELEMENTS, Budgets, ParameterFacts
+from lohan_fx.runtime.huge_pages import HUGE_PAGE_BYTES
 from lohan_fx.runtime.state_buffer import buffer_bytes, states_bytes
 
 MIB = 1 << 20
@@ -27,6 +28,10 @@ BYTES_PER_THREAD = 8 * MIB
 what it multiplies (docs/0054)."""
 GPU_KERNELS_BYTES = 256 * MIB
 """What CUDA's libraries take of host memory as their kernels are first called (docs/0042)."""
+STRETCHES_BYTES = 3 * HUGE_PAGE_BYTES
+"""What huge pages take beyond the values in them where device and host share memory: values lie in three stretches of these, for
+what is brought, for what outlives its graph and for what dies with it, and each stretch ends in one that is not full (docs/0026).
+"""
 UNLIMITED_SHARE = 0.8
 """Without a promise, this share of the memory that is available now."""
 DEVICE_SHARE = 0.9
@@ -150,7 +155,8 @@ def staging_bytes(windows: Windows, *, shared: bool = False) -> int:
 
 def fixed_bytes(windows: Windows, parameters: int, *, shared: bool = False) -> int:
     """Host memory that is spent whatever the plan of a model with so many parameter tensors."""
-    return staging_bytes(windows, shared=shared) + captured_bytes(parameters) + (0 if shared else GPU_KERNELS_BYTES)
+    beside = STRETCHES_BYTES if shared else GPU_KERNELS_BYTES
+    return staging_bytes(windows, shared=shared) + captured_bytes(parameters) + beside
 
 
 def captured_bytes(parameters: int) -> int:
