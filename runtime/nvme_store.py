@@ -142,18 +142,23 @@ class NvmeStore:
         """Disk bytes the extents take, padding included."""
         return sum(file.nbytes for file in self._files)
 
-    def allocate(self, extents: Mapping[str, int], *, chunk_bytes: Mapping[str, int] | None = None) -> None:
+    def allocate(
+        self, extents: Mapping[str, int], *, chunk_bytes: Mapping[str, int] | None = None, unless_there: bool = False
+    ) -> None:
         """Add extents of the given byte sizes, all or none. Those named in ``chunk_bytes`` are for checkpoints to keep.
+        ``unless_there``: but for those that there are.
 
         Raises ``ValueError`` for a negative size or a name in use, and ``StoreError`` if the disk space is not there.
         """
         with self._call("allocating extents"):
-            allocate = partial(self._allocate, extents, chunk_bytes or {})
+            allocate = partial(self._allocate, extents, chunk_bytes or {}, unless_there=unless_there)
             self._in_time(allocate, f"preallocating in {self._where()}")
 
-    def _allocate(self, extents: Mapping[str, int], chunk_bytes: Mapping[str, int]) -> None:
+    def _allocate(self, extents: Mapping[str, int], chunk_bytes: Mapping[str, int], *, unless_there: bool) -> None:
         """All of it is one call ``in_time``, as that of ``keep_generations`` is: where Ctrl-C comes, it is done or will be."""
         with self._allocating:
+            if unless_there:
+                extents = {name: nbytes for name, nbytes in extents.items() if name not in self._extents.all()}
             ends = [file.nbytes for file in self._files]
             added = self._extents.laid_out(extents, chunk_bytes, ends)
             if self._generations is not None:

@@ -221,7 +221,9 @@ class States:
         """Take the disk space for the fp32 gradient of ``slot``, once for all steps."""
         parameter = self._slots[slot]
         if parameter.gradient_extent not in self._gradient_extents:
-            self._store.allocate({parameter.gradient_extent: parameter.numel * STATE_DTYPE.itemsize})
+            nbytes = parameter.numel * STATE_DTYPE.itemsize
+            # Ctrl-C is raised once the space is taken, before that is noted here.
+            self._store.allocate({parameter.gradient_extent: nbytes}, unless_there=True)
             self._gradient_extents.add(parameter.gradient_extent)
 
     def read_gradient(self, slot: int, start: int, flat: torch.Tensor) -> None:

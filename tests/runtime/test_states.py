@@ -276,3 +276,25 @@ def test_a_slot_needs_what_its_kind_needs() -> None:
     chunks = SLOTS[0].chunks(CHUNK_ELEMENTS)
     assert [(chunk.start, chunk.elements) for chunk in chunks] == [(0, 4096), (4096, 4096), (8192, 77)]
     assert dataclasses.replace(SLOTS[0], shape=torch.Size([1])).chunks(CHUNK_ELEMENTS)[0].elements == 1
+
+
+def test_ctrl_c_as_space_for_a_gradient_is_taken_leaves_it_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is raised once the store has the extent."""
+    with NvmeStore([tmp_path]) as store:
+        rig = Rig(store)
+
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            NvmeStore.allocate(store, *arguments, **options)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "allocate", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rig.states.allocate_gradient(1)
+        rig.states.allocate_gradient(1)
+        rig.states.write_gradient(1, 0, rig.value(1).reshape(-1))
+        found = torch.empty(rig.slots[1].numel)
+        rig.states.read_gradient(1, 0, found)
+        assert torch.equal(found, rig.value(1).reshape(-1).float())
