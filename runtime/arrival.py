@@ -1,7 +1,7 @@
 """Arrival: many small transfers that somebody waits for as one.
 
 Guarantees: settled once all parts are done or one has failed *and* the rest are done, so that nobody reuses memory
-that a late part still writes. ``wait`` raises the first failure, the same exception object, and always has a
+that a late part still writes. ``wait`` raises the first failure, a copy without traceback, and always has a
 timeout that names what was waited for. Callbacks run on the thread that settled it.
 
 Assumes: every part reports exactly once.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lohan_fx.errors import LaneTimeout
+from lohan_fx.errors import LaneTimeout, without_traceback
 from lohan_fx.runtime.device_link import Moment
 from lohan_fx.runtime.gate import Gate
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S, wait_hearing
@@ -66,7 +66,8 @@ class Arrival:
         """Return once everything is there; raises the first failure, or ``LaneTimeout``."""
         self.settle(timeout_s)
         if self._error is not None:
-            raise self._error
+            # Its traceback will lead here, and from here to the original: a cycle that keeps the tensors of a whole graph.
+            raise without_traceback(self._error)
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Return once everything is there or has failed; raises ``LaneTimeout``."""

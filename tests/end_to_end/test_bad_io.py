@@ -138,6 +138,30 @@ def test_swapping_out(fault: Fault, build: Build, tmp_path: Path) -> None:
     same_weights(model, plain.model)
 
 
+def test_a_forward_that_failed_goes_at_once_with_all_it_kept(build: Build) -> None:
+    """What of it could not be swapped out is not held against the next backward, even if the collector comes late."""
+    model, plain, optimizer, backend = build("swap-nvme")
+    step(model, plain, optimizer, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        backend.faults["pwritev"] = [errno.EIO] * 3
+        backend.faults["preadv"] = [None] * 5 + [errno.EIO]
+        failed = False
+        try:
+            model(batch(1))
+        except StoreError as error:
+            failed = "layers.2." in str(error) and compiled(model).engine.swapped_out() > 0
+        assert failed
+        nothing_is_out(compiled(model).engine)
+        backend.faults.clear()
+        assert compiled(model).engine.swapped_out() == 0
+        step(model, plain, optimizer, 1)
+    finally:
+        gc.enable()
+    same_weights(model, plain.model)
+
+
 @pytest.mark.parametrize("fault", READ_FAULTS, ids=str)
 def test_swapping_in(fault: Fault, build: Build, tmp_path: Path) -> None:
     model, plain, optimizer, backend = build("swap-nvme")
