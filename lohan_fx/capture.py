@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import warnings
 import weakref
@@ -372,7 +373,10 @@ def _install_output_hooks(model: nn.Module) -> bool:
 
 
 def prepare_dynamo() -> None:
-    """Let Dynamo trace through the one-time warnings of Hugging Face models instead of breaking the graph."""
+    """Let Dynamo trace through the one-time warnings of Hugging Face models instead of breaking the graph.
+
+    All their loggers': each file of Transformers has its own, and one warns of ``use_cache`` under gradient checkpointing.
+    """
     try:
         from transformers.utils import logging as hf_logging
     except ImportError:
@@ -380,8 +384,8 @@ def prepare_dynamo() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logger = hf_logging.get_logger("transformers.modeling_utils")
-        for method in ("warning_once", "warning"):
-            torch._dynamo.config.ignore_logging_functions.add(getattr(logger, method))
+        for silent in (logger.warning, logging.Logger.warning_once):  # type: ignore[attr-defined]  # made by Transformers
+            torch._dynamo.config.ignore_logging_functions.add(silent)
     _keep_metrics_quiet()
 
 

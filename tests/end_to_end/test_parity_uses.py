@@ -21,7 +21,7 @@ from lohan_fx.capture import prepare_dynamo
 from lohan_fx.errors import OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
-from tests.end_to_end.models import LLAMA, PERCEPTRON, Case, tokens, vectors
+from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, tokens, vectors
 from tests.end_to_end.recipes import LR, MasterAdamW, assert_same_weights, train, weights_of
 
 pytestmark = pytest.mark.usefixtures("leak_check")
@@ -459,6 +459,31 @@ def test_what_transformers_collects_by_hooks(
     traced = torch.compile(expected, backend="aot_eager", dynamic=False)
     wanted = use(traced, torch.optim.AdamW(expected.parameters(), lr=LR))
     torch._dynamo.reset()
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        torch.manual_seed(1)
+        assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
+def test_gradient_checkpointing_of_a_model_that_is_told_to_cache(hw: HardwareProfile, tmp_path: Path) -> None:
+    """As Transformers' configs are: it warns, by the logger of another file than the model's, and leaves out the cache."""
+
+    def use(model: Any, optimizer: Any) -> list[float]:
+        model.gradient_checkpointing_enable()
+        model.config.use_cache = True
+        found = []
+        for _ in range(3):
+            output = model(**tokens())
+            assert output.past_key_values is None
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(output.loss.item())
+        return found
+
+    expected, model = GPT2_SHALLOW.build(), GPT2_SHALLOW.build()
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
     with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
         torch.manual_seed(1)
         assert use(model, lohan_fx.AdamW(model.parameters(), lr=LR)) == wanted
