@@ -15,18 +15,22 @@ Directories = str | Path | Sequence[str | Path]
 
 
 def directories_for(nvme: Directories | None, hw: HardwareProfile) -> tuple[list[Path], Callable[[], None]]:
-    """Where the store goes, and what removes what this call had to make."""
+    """Where the store goes, and what removes what this call had to make. Absolute: the process may change its directory later."""
     if nvme is not None:
         given = [nvme] if isinstance(nvme, str | Path) else nvme
         if not isinstance(given, Sequence) or not all(isinstance(directory, str | Path) for directory in given):
             raise TypeError(f"nvme is {nvme!r}: expected a directory, or a list with a directory per drive")
         if not given:
             raise ValueError("nvme is an empty list: name at least one directory, or pass None for the default")
-        directories = [Path(directory) for directory in given]
+        if "" in given:
+            raise ValueError(
+                "nvme is an empty text: name a directory ('.' is where the process runs), or pass None for the default"
+            )
+        directories = [Path(directory).absolute() for directory in given]
         if len({directory.resolve() for directory in directories}) < len(directories):
             raise ValueError(f"nvme names a directory twice: {', '.join(map(str, directories))}; name each drive once")
         return directories, lambda: None
-    known = [Path(drive.directory) for drive in hw.nvme if drive.directory]
+    known = [Path(drive.directory).absolute() for drive in hw.nvme if drive.directory]
     if known:
         return known, lambda: None
     root = default_nvme_root()

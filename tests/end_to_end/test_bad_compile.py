@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,28 @@ def test_a_file_in_place_of_a_directory(nvme: Path) -> None:
 def test_a_directory_of_the_profile_that_is_not_there(nvme: Path) -> None:
     drive = NvmeProfile(str(nvme / "unmounted"), 1e9, 1e9, 1e9, 1 << 40)
     refused(Tiny(), ValueError, "unmounted", "missing", hw=profile(nvme=(drive,)))
+
+
+@pytest.mark.parametrize("of_the_profile", [False, True])
+def test_a_process_may_change_its_directory(of_the_profile: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given relative to the old one stays there: a checkpoint, too, and what is removed at the end."""
+    monkeypatch.chdir(nvme.parent)
+    if of_the_profile:
+        drive = NvmeProfile(nvme.name, 1e9, 1e9, 1e9, 1 << 40)
+        model = lohan_fx.compile(Tiny(), profile(nvme=(drive,)), compute_dtype=torch.float32, host_memory="2GiB")
+    else:
+        model = streamed(Tiny(), Path(nvme.name))
+    elsewhere = nvme.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    optimizer = lohan_fx.AdamW(model.parameters())
+    model(batch()).backward()
+    optimizer.step()
+    lohan_fx.checkpoint(model, optimizer)
+    lohan_fx.release(model)
+    assert (nvme / "lohan_fx.checkpoints").exists()
+    assert not list(elsewhere.iterdir())
+    shutil.rmtree(nvme)
 
 
 def test_a_directory_without_permission_to_write(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -775,6 +798,8 @@ def test_releasing_what_is_not_compiled(nvme: Path) -> None:
         ({"nvme": 5}, TypeError, ("nvme is 5", "list with a directory per drive")),
         ({"nvme": [5]}, TypeError, ("nvme is [5]",)),
         ({"nvme": []}, ValueError, ("nvme is an empty list",)),
+        ({"nvme": ""}, ValueError, ("nvme is an empty text", "'.'")),
+        ({"nvme": [""]}, ValueError, ("nvme is an empty text",)),
         ({"compute_dtype": torch.float64}, ValueError, ("torch.float64", "torch.bfloat16")),
         ({"compute_dtype": "bfloat16"}, ValueError, ("compute_dtype is bfloat16", "torch.bfloat16")),
         ({"policy": "clever"}, ValueError, ("unknown policy 'clever'", "lohan", "recompute")),
