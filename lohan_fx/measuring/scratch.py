@@ -7,8 +7,10 @@ at while the op runs. What stays resident afterwards is no scratch: a library's 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -32,7 +34,7 @@ _LOCK = threading.Lock()
 def watched(run: Callable[[], object]) -> int:
     """Bytes that ``run()``, called once, had resident at the most beside what was there before or is afterwards; 0 below
     ``NOTICED_BYTES``."""
-    with _LOCK:
+    with _LOCK, _no_collection():
         return_free_memory()  # else it may be taken from holes, which are resident already
         with _Watch() as watch:
             made = run()
@@ -53,6 +55,18 @@ def as_copy(nbytes: int, values: Iterable[object]) -> int:
     if near:
         return min(near, key=lambda copy: (abs(copy - nbytes), copy))
     return -(-(nbytes - _SOME_PAGES_BYTES) // NOTICED_BYTES) * NOTICED_BYTES
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the collector frees while an op runs would hide as much of what the op takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Watch:

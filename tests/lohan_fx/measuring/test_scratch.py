@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -43,6 +44,33 @@ def test_what_is_taken_from_holes_is_seen_too() -> None:
     found = watched(lambda: _stacked([torch.ones(MIB // 4) for _ in range(48)]))
     assert 92 * MIB <= found <= 100 * MIB  # the parts, and all of them once more
     del above
+
+
+@pytest.fixture
+def _collector() -> Iterator[None]:
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_collector")
+def test_what_the_collector_would_free_meanwhile_hides_nothing() -> None:
+    def run() -> torch.Tensor:
+        gc.set_threshold(1)  # at the next list, were it on
+        return _stacked([torch.ones(MIB // 4) for _ in range(48)])
+
+    gc.disable()
+    cycle: list[object] = [torch.ones(MIB // 4) for _ in range(11)]
+    cycle.append(cycle)
+    del cycle
+    gc.enable()
+    found = watched(run)
+    assert 92 * MIB <= found <= 100 * MIB
+    assert gc.isenabled()
+    gc.disable()
+    watched(run)
+    assert not gc.isenabled()
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
