@@ -61,8 +61,8 @@ def as_copy(nbytes: int, values: Iterable[object]) -> int:
 def _no_collection() -> Iterator[None]:
     """What the collector frees while an op runs would hide as much of what the op takes."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:
