@@ -109,8 +109,9 @@ class MicroBatches:
             if self._backwards >= (self.expected or 0) or self._backwards == self._last:
                 self.expected = self._backwards
             self._last = self._backwards
-        # Forwards whose backward never ran: a later one would read parameters of this step, and autograd refuses it.
-        self._open_forwards = 0
+        if self._backwards:
+            # Forwards whose backward never ran: a later one would read parameters of this step, and autograd refuses it.
+            self._open_forwards = 0
         self._forget_step()
 
     def gradients_dropped(self) -> None:

@@ -104,10 +104,11 @@ VARIED = ("ssds", "host_memory", "device_memory", "gpu", "batch", "seq")
 
 
 def _values(name: str, text: str) -> list[Any]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        empty = "has an empty value" if any(parts) else "is over nothing"
+        raise ValueError(f"--vary {name}={text} {empty}: expected values such as 1..12 or 1,2,4")
     values = [value for part in parts for value in _part(name, part)]
-    if not values:
-        raise ValueError(f"--vary {name}={text} is over nothing: expected values such as 1..12 or 1,2,4")
     if len(values) > MOST_VALUES:
         raise ValueError(f"--vary {name}={text} is over {len(values)} values: expected at most {MOST_VALUES}")
     return list(dict.fromkeys(values))

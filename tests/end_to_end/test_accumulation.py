@@ -203,6 +203,20 @@ def test_two_open_forwards_where_one_backward_was_the_rule_are_exact(streamed: S
     assert_exact(loop, streamed)
 
 
+def test_two_forwards_before_a_step_that_changes_nothing_are_exact(streamed: Streamed) -> None:
+    def loop(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = steps_of(1, 1)(model, optimizer)
+        pair = [model(**vectors()).loss for _ in range(2)]
+        optimizer.step()  # no gradient has come
+        for loss in pair:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses + [loss.item() for loss in pair]
+
+    assert_exact(loop, streamed)
+
+
 def test_zero_grad_drops_gradients_that_are_held(streamed: Streamed) -> None:
     def loop(model: nn.Module, optimizer: Any) -> list[float]:
         torch.manual_seed(1)

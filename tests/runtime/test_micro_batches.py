@@ -114,6 +114,18 @@ def test_a_forward_without_backward_counts_until_the_step_ends() -> None:
     assert step_of(found, 1) == [True]
 
 
+def test_forwards_before_a_step_without_backward_are_still_owed_theirs() -> None:
+    found = MicroBatches()
+    step_of(found, 1)
+    forward(found)
+    forward(found)
+    found.step_ends()  # changes nothing, so both may come
+    assert not backward(found), "the other forward's backward follows"
+    assert not backward(found)
+    found.step_ends()
+    assert found.expected == 2
+
+
 def test_a_backward_of_a_forward_before_the_step_is_counted_in_its_own() -> None:
     found = MicroBatches()
     forward(found)
@@ -210,12 +222,13 @@ def test_what_is_applied_is_applied_once_and_last(calls: list[str], told: int | 
     """After a backward that applied, no other backward of its step runs: it is refused."""
     found = MicroBatches()
     found.declare(told)
-    open_forwards = 0
+    open_forwards = backwards = 0
     applied = False
     for call in calls:
         if call == "step":
             found.step_ends()
-            applied, open_forwards = False, 0
+            # Without a backward the step changes nothing, and what is open stays so.
+            applied, open_forwards, backwards = False, 0 if backwards else open_forwards, 0
         elif applied:
             refused = {
                 "forward": found.forward_begins,
@@ -226,12 +239,14 @@ def test_what_is_applied_is_applied_once_and_last(calls: list[str], told: int | 
                 refused()
         elif call == "zero_grad":
             found.gradients_dropped()
+            backwards = 0
         elif call == "forward":
             forward(found)
             open_forwards += 1
         elif open_forwards:
             applied = backward(found)
             open_forwards -= 1
+            backwards += 1
             assert not (applied and open_forwards), "applied although another forward's backward may follow"
         assert found.applied == applied
 

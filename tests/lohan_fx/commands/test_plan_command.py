@@ -481,6 +481,8 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "gpt2", "--vary", ""], "--vary is ''"),
         (["--model", "gpt2", "--vary", "ssds"], "--vary is 'ssds'"),
         (["--model", "gpt2", "--vary", "ssds="], "over nothing"),
+        (["--model", "gpt2", "--vary", "ssds=1,,2"], "ssds=1,,2 has an empty value"),
+        (["--model", "gpt2", "--vary", "ssds=1..3,"], "has an empty value"),
         (["--model", "gpt2", "--vary", "ssds=5..1"], "over nothing: expected the smaller one first, 1..5"),
         (["--model", "gpt2", "--vary", "batch=5..3"], "over nothing: expected the smaller one first, 3..5"),
         (["--model", "gpt2", "--vary", "host_memory=6GiB..4GiB"], "over nothing: expected the smaller one first"),
