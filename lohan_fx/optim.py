@@ -79,8 +79,11 @@ class Adam(torch.optim.Optimizer):
         fused: bool | None = None,
         accumulation_steps: int | None = None,
     ) -> None:
-        if accumulation_steps is not None and accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps is {accumulation_steps}: expected at least 1, or None to learn it")
+        is_count = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
+        if accumulation_steps is not None and not (is_count and accumulation_steps >= 1):
+            raise ValueError(
+                f"accumulation_steps is {accumulation_steps!r}: expected a whole number, at least 1, or None to learn it"
+            )
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize,
             "foreach": None, "capturable": False, "differentiable": False, "fused": fused,

@@ -586,7 +586,9 @@ def test_steps_are_counted_exactly_whatever_the_default_dtype(fused: bool, model
         ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1: expected \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay is -1: expected zero or more"),
         ({"amsgrad": True}, "amsgrad=True is not supported.*use amsgrad=False"),
-        ({"accumulation_steps": 0}, "accumulation_steps is 0: expected at least 1"),
+        ({"accumulation_steps": 0}, "accumulation_steps is 0: expected a whole number, at least 1"),
+        ({"accumulation_steps": 8 / 2}, r"accumulation_steps is 4\.0: expected a whole number"),
+        ({"accumulation_steps": True}, "accumulation_steps is True: expected a whole number"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str, models: tuple[nn.Module, nn.Module]) -> None:
