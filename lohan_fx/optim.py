@@ -435,10 +435,12 @@ def _check_hyper(group: dict[str, Any]) -> None:
     missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}: it is not of Adam")
-    if isinstance(group["lr"], str):
-        raise TypeError(f"lr is {group['lr']!r}: expected a number")
     _refuse_amsgrad(group)
     beta1, beta2 = group["betas"]
+    given = {name: group[name] for name in ("lr", "eps", "weight_decay")} | {"betas[0]": beta1, "betas[1]": beta2}
+    for name, value in given.items():
+        if isinstance(value, str):  # as YAML reads 1e-8
+            raise TypeError(f"{name} is {value!r}: expected a number")
     checks: Iterable[tuple[str, float, bool]] = (
         ("lr", float(group["lr"]), float(group["lr"]) >= 0.0),
         ("eps", group["eps"], group["eps"] >= 0.0),

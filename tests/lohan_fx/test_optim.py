@@ -603,9 +603,18 @@ def test_options_out_of_range(options: dict[str, Any], message: str, models: tup
         assert len(optimizer.param_groups) == 1
 
 
-def test_a_learning_rate_that_is_text(models: tuple[nn.Module, nn.Module]) -> None:
-    with pytest.raises(TypeError, match="lr is '1e-3': expected a number"):
-        AdamW(models[0].parameters(), lr="1e-3")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": "1e-3"}, "lr is '1e-3': expected a number"),
+        ({"eps": "1e-8"}, "eps is '1e-8': expected a number"),
+        ({"betas": (0.9, "0.99")}, r"betas\[1\] is '0.99': expected a number"),
+        ({"weight_decay": "1e-2"}, "weight_decay is '1e-2': expected a number"),
+    ],
+)
+def test_options_that_are_text(options: dict[str, Any], message: str, models: tuple[nn.Module, nn.Module]) -> None:
+    with pytest.raises(TypeError, match=message):
+        AdamW(models[0].parameters(), **options)
 
 
 def test_options_that_torch_has_and_we_do_not(models: tuple[nn.Module, nn.Module]) -> None:
