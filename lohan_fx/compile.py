@@ -118,7 +118,7 @@ def compile(
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
-    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards, dynamic)
+    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards, dynamic, revise, hold_gradients)
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")

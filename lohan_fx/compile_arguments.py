@@ -32,6 +32,8 @@ def check_arguments(
     initialize: Initialize | None,
     forwards: int,
     dynamic: bool | None,
+    revise: bool,
+    hold_gradients: bool | None,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for what is not a model, a machine or a wish that can be met."""
     if not isinstance(model, nn.Module):
@@ -67,6 +69,10 @@ def check_arguments(
         raise ValueError(f"forwards is {forwards!r}: expected how many wait for their backwards at once, at least 1")
     if dynamic not in (None, True, False):
         raise ValueError(f"dynamic is {dynamic!r}: expected True, False or None, as of torch.compile")
+    if not isinstance(revise, bool):
+        raise TypeError(f"revise is {revise!r}: expected True or False")
+    if not isinstance(hold_gradients, bool | None):
+        raise TypeError(f"hold_gradients is {hold_gradients!r}: expected True, False or None")
     if plan is not None and dynamic:
         raise ValueError(
             "dynamic=True traces graphs for many shapes, and the plan given is of one: leave one of them out"

@@ -805,6 +805,8 @@ def test_releasing_what_is_not_compiled(nvme: Path) -> None:
         ({"policy": "clever"}, ValueError, ("unknown policy 'clever'", "lohan", "recompute")),
         ({"policy": None}, ValueError, ("unknown policy None",)),
         ({"plan": "plan.json"}, TypeError, ("plan is a str", "Plan.from_json")),
+        ({"revise": "no"}, TypeError, ("revise is 'no'", "True or False")),
+        ({"hold_gradients": "no"}, TypeError, ("hold_gradients is 'no'", "True, False or None")),
     ],
 )
 def test_an_argument_that_is_no_good(
