@@ -200,8 +200,8 @@ class NvmeStore:
                     f"{self._where()} is removed at the end of this run, and a checkpoint with it: name directories that "
                     "outlive it, by lohan_fx.compile(..., nvme=...) or in the hardware profile"
                 )
-            if not 1 <= keep < MAX_SLOTS:
-                raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep}")
+            if type(keep) is not int or not 1 <= keep < MAX_SLOTS:
+                raise ValueError(f"checkpoints to keep: expected 1 to {MAX_SLOTS - 1}, got {keep!r}")
             ends = [file.nbytes for file in self._files]
             extents = self._extents.with_slots(self._extents.all(), keep, ends)
             self._tell_space(extents, keep)
