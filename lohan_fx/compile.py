@@ -241,7 +241,10 @@ def prepare(model: nn.Module, *args: object, **kwargs: object) -> Plan:
 
 
 def compiled(model: nn.Module) -> CompiledModel:
-    """What ``compile`` left with ``model``. Raises ``ValueError`` if it was not compiled, or has been released."""
+    """What ``compile`` left with ``model``. Raises ``ValueError`` if it was not compiled, or has been released, and
+    ``TypeError`` for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model that lohan_fx.compile has streamed; got {type(model).__name__}")
     found = getattr(model, ATTRIBUTE, None)
     if found is None and any(isinstance(p, Shell) and p.owner is None for p in model.parameters()):
         raise ValueError(

@@ -819,6 +819,9 @@ def test_an_argument_that_is_no_good(
 def test_what_is_no_module() -> None:
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module; got function"):
         lohan_fx.compile(meta_model, profile())
+    model = Tiny()
+    with pytest.raises(TypeError, match=r"expected a model that lohan_fx\.compile has streamed; got SGD"):
+        lohan_fx.checkpoint(torch.optim.SGD(model.parameters()), model)  # type: ignore[arg-type]
 
 
 def test_a_profile_of_another_machine_is_warned_of(nvme: Path) -> None:
