@@ -104,11 +104,14 @@ def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iter
     model's parameters as built; the files have no names, and their space is free again when the tensors are gone. What other
     threads make, and what ``from_pretrained`` loads, is not in them: ``compile(..., weights=...)`` reads weights in pieces.
 
-    Raises ``ValueError`` if ``folder`` is not a directory, ``OSError`` if its disk is full.
+    ``least_bytes``: smaller tensors stay in RAM. Raises ``ValueError`` if ``folder`` is not a directory or ``least_bytes`` is
+    below 1, ``OSError`` if its disk is full.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"build_on_disk: {folder} is not a directory: make it, on a drive with room for the model")
+    if least_bytes < 1:  # a file cannot hold nothing
+        raise ValueError(f"build_on_disk: least_bytes is {least_bytes}: expected at least 1")
     with _OnDisk(folder, least_bytes):
         yield
     _forget_all_pages()
