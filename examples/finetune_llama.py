@@ -63,18 +63,26 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policy", default="lohan", choices=POLICIES, help="how activations are treated (lohan: searched)")
     add("--compare", nargs="?", const="aot_eager", choices=("aot_eager", "eager"),
         help="train plain PyTorch as well: traced by torch.compile(backend='aot_eager'), or eager")  # fmt: skip
-    add("--steps", type=int, help=f"(default: {STEPS}, or as many as are predicted to take {TRAINING_S} s)")
-    add("--batch", type=int, default=4)
-    add("--seq", type=int, default=128, help="bytes of text per sequence (128)")
+    add("--steps", type=count, help=f"(default: {STEPS}, or as many as are predicted to take {TRAINING_S} s)")
+    add("--batch", type=count, default=4)
+    add("--seq", type=count, default=128, help="bytes of text per sequence (128)")
     add("--dtype", choices=("bfloat16", "float32"),
         help="of weights and activations (default: bfloat16, or float32 where the processor has no kernels for it)")  # fmt: skip
-    add("--layers", type=int, default=17)
-    add("--hidden", type=int, default=768, help="a multiple of 64 (768)")
+    add("--layers", type=count, default=17)
+    add("--hidden", type=count, default=768, help="a multiple of 64 (768)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--sample", type=int, default=60, metavar="BYTES", help="how much text to generate at the end (60)")
     add("--output", type=Path, default=Path(__file__).parent / "output", metavar="DIR", help="for the PNG and the JSON")
     return parser.parse_args(argv)
+
+
+def count(text: str) -> int:
+    """A whole number, at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    return number
 
 
 # --- what is trained ------------------------------------------------------------------------------------------
@@ -297,6 +305,7 @@ def compare(args: argparse.Namespace, done: Outcome) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     begin_s = time.perf_counter()
+    args.output.mkdir(parents=True, exist_ok=True)
     hw = hardware(args)
     args.device = hw.device
     dtype = getattr(torch, args.dtype) if args.dtype else hw.usual_dtype()
@@ -311,7 +320,6 @@ def run(args: argparse.Namespace) -> None:
     with lohan_fx.releasing(model):
         done = run_streamed(model, text, args)
     compared = compare(args, done) if args.compare else None
-    args.output.mkdir(parents=True, exist_ok=True)
     picture, results = args.output / "timeline.png", args.output / "results.json"
     where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {done.plan.policy}, {hw.device_name}"
     draw(done.events, picture, title=f"{size}: one training step ({where})", plan=done.plan)

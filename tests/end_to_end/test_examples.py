@@ -141,6 +141,24 @@ def test_a_wrong_directory_is_named_without_a_traceback(folders: list[str], tmp_
     assert "Traceback" not in err and str(tmp_path / "missing") in err
 
 
+def test_a_place_for_results_that_cannot_be_is_told_before_the_training(folders: list[str], tmp_path: Path) -> None:
+    with start([*folders, "--steps", "100000", "--output", str(tmp_path / "hw.toml")], tmp_path) as run:
+        out, err = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1 and not out
+    assert "Traceback" not in err and str(tmp_path / "hw.toml") in err
+
+
+@pytest.mark.parametrize("option", ["--steps", "--batch", "--seq", "--layers", "--hidden"])
+def test_no_steps_and_the_like_are_refused_at_once(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("finetune_llama")
+    with pytest.raises(SystemExit):
+        example.parse_arguments([option, "0"])
+    assert f"argument {option}: 0: expected at least 1" in capsys.readouterr().err
+
+
 def test_a_measurement_that_others_disturbed_is_not_kept_for_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
