@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import statistics
 import sys
@@ -212,7 +213,7 @@ def hardware(args: argparse.Namespace) -> HardwareProfile:
         return given
     root = default_nvme_root()
     root.mkdir(parents=True, exist_ok=True)
-    directories = [str(directory) for directory in args.nvme or [root]]
+    directories = [os.path.abspath(directory) for directory in args.nvme or [root]]  # as they are in the profile
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     saved = root / f"hardware-{device}.toml"
     hw = _measured_before(saved, directories)

@@ -176,7 +176,8 @@ def test_a_measurement_that_others_disturbed_is_not_kept_for_the_next_run(
 
     monkeypatch.setattr(HardwareProfile, "measure", measure)
     monkeypatch.setattr(example, "default_nvme_root", lambda: tmp_path)
-    args = SimpleNamespace(hw=None, nvme=[str(tmp_path)], device="cpu")
+    monkeypatch.chdir(tmp_path.parent)
+    args = SimpleNamespace(hw=None, nvme=[tmp_path.name], device="cpu")
     with pytest.warns(RuntimeWarning, match="1.4 of 2 processors busy; this profile is not kept"):
         assert example.hardware(args) == found
     assert not list(tmp_path.iterdir())
