@@ -79,7 +79,7 @@ def compile(
         host_memory: the most that the process may grow by from here on (bytes, or text such as "6GiB"); on a CPU this
             covers device memory too. None: most of what is free now.
         device_memory: the most to use on the compute device, without what its libraries take for themselves (cuBLAS 64 MiB
-            on an H100). None: what it has, within ``host_memory`` on a CPU.
+            on an H100). None: most of what is free there; ``host_memory`` on a CPU.
         nvme: a directory per drive. None: those of ``hw``, or one under the user's cache directory.
         compute_dtype: dtype of parameters and activations; masters and moments are fp32.
         policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.
@@ -92,8 +92,8 @@ def compile(
         checkpoints: how many checkpoints ``lohan_fx.checkpoint`` is to keep in ``nvme``, each for the disk space of the
             states once more, taken now. 0: it is taken by the first checkpoint, if there ever is one.
         max_bytes_written: the most that the training may ever write to the drives (bytes, or text such as "500TB"), which
-            wear out by it. Where the next step would write more, ``optimizer.step()`` makes a checkpoint (if ``nvme`` names
-            directories) and raises ``WearBudgetExceeded``. The count goes on after a resume. None: no limit.
+            wear out by it. Where the next step would write more, ``optimizer.step()`` makes a checkpoint (if ``nvme`` or ``hw``
+            names directories) and raises ``WearBudgetExceeded``. The count goes on after a resume. None: no limit.
         resume_from_checkpoint: take parameters and states from the last checkpoint in ``nvme`` instead of from ``model``
             (True: if there is one; directories: those, and there must be one). ``lohan_fx.resume`` then does the rest.
         hold_gradients: keep all gradients until ``optimizer.step()``, which clipping, loss scaling and ``lohan_fx.grad`` need,

@@ -2,10 +2,11 @@
 
     lohan-fx plan --model gpt3-175b --batch 8 --seq 1024 --hw rtx4090-12xP5510
     lohan-fx plan --model ./Llama-3.1-8B --hw hw.toml --host-memory 64GiB --best-batch
-    lohan-fx plan --model gpt3-13b --batch 32 --compare lohan,zero-infinity --vary ssds=1..12 --png chart.png
+    lohan-fx plan --model gpt3-13b --batch 32 --compare lohan,zero-infinity
+    lohan-fx plan --model gpt3-13b --batch 32 --vary ssds=1..12 --png chart.png
 
-Exit code 0 where the model fits, 2 where it does not (the message names the smallest change that would do), 1 for bad
-input. The model is never materialised.
+Exit code 0 where the model fits, 2 where memory does not hold it (the message names the smallest change that would do), 1
+where the drives are too small, and for bad input. The model is never materialised.
 """
 
 from __future__ import annotations

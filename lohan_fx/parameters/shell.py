@@ -41,12 +41,12 @@ _streaming: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_streami
 # Inside `module.to(...)`, which changes nothing of a shell, nor of the gradient that is held for it or applied already.
 _moving: contextvars.ContextVar[bool] = contextvars.ContextVar("lohan_moving", default=False)
 
-# Nothing here tells of a parameter's values. A version of torch that lacks one does without.
 # Whether what Dynamo traces is a compiled model of ours. A plain global, because Dynamo must read it.
 _capturing = False
 _callers = 0
 _lock = threading.Lock()
 
+# Nothing here tells of a parameter's values. A version of torch that lacks one does without.
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _grad_fn output_nr retains_grad grad_dtype "
     "name is_cpu is_cuda is_meta is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan is_mkldnn is_nested is_quantized "
