@@ -120,6 +120,8 @@ def checked_directories(nvme: Sequence[str | Path]) -> list[str]:
     """The directories as absolute paths. ValueError for one that cannot be measured, before any time is spent."""
     if isinstance(nvme, str | bytes) or not isinstance(nvme, Sequence):
         raise TypeError(f"nvme is {nvme!r}: expected a sequence of directories, such as ['/mnt/nvme0']")
+    if "" in nvme:
+        raise ValueError("nvme has an empty text: name a directory ('.' is where the process runs)")
     directories = [os.path.abspath(os.fspath(directory)) for directory in nvme]
     per_filesystem: dict[int, int] = {}
     for directory in directories:

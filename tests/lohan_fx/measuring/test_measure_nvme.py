@@ -52,6 +52,9 @@ def test_a_single_path_is_one_directory(tmp_path: Path, single: Callable[[Path],
 def test_what_is_no_directory_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a sequence of directories, such as \['/mnt/nvme0'\]"):
         HardwareProfile.measure(3)  # type: ignore[arg-type]
+    for nothing in ("", [""]):  # as of a variable of the shell's that is not set: not where the process runs
+        with pytest.raises(ValueError, match="nvme has an empty text: name a directory"):
+            HardwareProfile.measure(nothing)
 
 
 def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:
