@@ -16,7 +16,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0``, ``13.0 us``, ``0.913 ms`` or ``2.40 s``: three digits; ``never`` where no lane could carry the work."""
+    """``0``, ``13.0 us``, ``9.13 ms`` or ``2.40 s``: three digits; ``never`` where no lane could carry the work."""
     if math.isinf(seconds):
         return "never"
     if not seconds:
