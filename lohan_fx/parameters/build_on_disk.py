@@ -107,6 +107,8 @@ def build_on_disk(folder: str | Path, *, least_bytes: int = LEAST_BYTES) -> Iter
     ``least_bytes``: smaller tensors stay in RAM. Raises ``ValueError`` if ``folder`` is not a directory or ``least_bytes`` is
     below 1, ``OSError`` if its disk is full.
     """
+    if folder == "":
+        raise ValueError("build_on_disk: the folder is an empty text: name one ('.' is where the process runs)")
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"build_on_disk: {folder} is not a directory: make it, on a drive with room for the model")

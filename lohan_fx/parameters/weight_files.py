@@ -81,6 +81,8 @@ def _files(weights: Weights) -> list[Path]:
         weights = [weights]
     if not isinstance(weights, Sequence) or not weights or not all(isinstance(w, str | Path) for w in weights):
         raise TypeError(f"weights is {weights!r}: expected a .safetensors file, several, or a folder with them")
+    if "" in weights:
+        raise ValueError("weights has an empty text: name a file or a folder ('.' is where the process runs)")
     files: list[Path] = []
     for path in map(Path, weights):
         files += _of_folder(path) if path.is_dir() else [path]

@@ -117,6 +117,8 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"), build_on_disk(tmp_path / "no"):
         pass
+    with pytest.raises(ValueError, match="the folder is an empty text: name one"), build_on_disk(""):
+        pass
 
 
 def test_tensors_without_bytes_cannot_be_in_files(tmp_path: Path) -> None:

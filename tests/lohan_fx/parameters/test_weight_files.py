@@ -186,6 +186,9 @@ def test_what_is_no_weights(tmp_path: Path) -> None:
             open_weights(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"no \.safetensors file in"):
         open_weights(tmp_path)
+    for nothing in ("", [""]):
+        with pytest.raises(ValueError, match="weights has an empty text: name a file"):
+            open_weights(nothing)
     with pytest.raises(ValueError, match="there is no file"):
         open_weights(tmp_path / "nothing.safetensors")
     with pytest.raises(ValueError, match="nothing is ever unpickled"):
