@@ -45,7 +45,8 @@ class CheckpointMixin(Base):  # type: ignore[misc]  # mypy runs without transfor
     _announced = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As the Trainer's. Raises ``ValueError`` for the path of a checkpoint, where the checkpoint is of another loop, and
+        """As the Trainer's, but True is as None: where ``compile`` found no checkpoint, the training begins anew, which the
+        Trainer would refuse. Raises ``ValueError`` for the path of a checkpoint, where the checkpoint is of another loop, and
         with ``load_best_model_at_end``, since no weights are copied that it could load."""
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             raise ValueError(
