@@ -45,9 +45,9 @@ def symbol_values(found: Forecast) -> dict[str, float]:
     ours = cost.values(work, hw)
     parameters = float(sum(p.numel for p in plan.parameters))
     trained = sum(p.numel for p in plan.parameters if p.trainable)
-    # LoHan's own definition of THP_G: FLOPs of the forward over its seconds (mechanisms B1).
+    # LoHan's own definition of THP_G: FLOPs of the forward over its seconds (mechanisms B1); a model without matmuls has none.
     flops = float(found.forward_flops)
-    rate = flops / work.forward_s if work.forward_s else math.inf
+    rate = flops / work.forward_s if flops and work.forward_s else hw.matmul_rate(found.asked.compute_dtype)
     free_host = plan.host_memory_bytes - found.prediction.peak_bytes["host"]
     mixed = min(ours["ssd_mixed_bytes_per_s"], hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s) or cost.NO_DRIVE
     adam_s = cost.update_s(trained, hw)
@@ -56,7 +56,7 @@ def symbol_values(found: Forecast) -> dict[str, float]:
     return {
         **ours,
         "FLOP_f": flops,
-        "FLOP_r": work.recompute_s * rate if work.recompute_s else 0.0,
+        "FLOP_r": work.recompute_s * rate,
         "THP_G": rate,
         **dict.fromkeys(("P", "p"), parameters),
         **dict.fromkeys(("A_G2M", "D_f"), float(work.swapped_bytes)),

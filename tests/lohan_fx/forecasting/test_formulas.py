@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from lohan_fx.cost_models.formula import CostModel
@@ -94,6 +95,25 @@ def test_the_most_effective_comes_first(subject: Subject) -> None:
 
 def _seconds(cell: list[str]) -> float:
     return abs(float(cell[0])) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[cell[1]]
+
+
+class Scale(nn.Module):
+    """Multiplies by ``weight`` (N,), without a matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).tanh().sum()
+
+
+def test_a_model_without_matmuls() -> None:
+    capture = meta_capture(Scale(), {"x": torch.ones(4, 1 << 16)}, compute_dtype=torch.bfloat16)
+    for policy in ("lohan", "zero-infinity"):
+        forecast_ = found(Subject("scale", capture, 4, 4, "samples"), policy)
+        assert forecast_.forward_flops == 0 and formula_text(forecast_)
+        json.dumps(formula_data(forecast_), allow_nan=False)
 
 
 def test_a_machine_without_a_drive(subject: Subject) -> None:
