@@ -157,7 +157,7 @@ def _plausible(hw: HardwareProfile, path: str) -> HardwareProfile:
     for number, drive in enumerate(hw.nvme, start=1):
         measured = [("", drive), *((f" at {rate.request_bytes} bytes", rate) for rate in drive.by_request)]
         rates += [(f"{f} of nvme {number}{at}", getattr(rate, f)) for at, rate in measured for f in DRIVE_RATES]
-        sizes.append((f"capacity_bytes of nvme {number}", drive.capacity_bytes))
+        sizes += [(f"{field} of nvme {number}", getattr(drive, field)) for field in ("capacity_bytes", "drive_bytes")]
     flops = [(f"matmul_flops_per_s of {dtype}", rate) for dtype, rate in hw.matmul_flops_per_s.items()]
     updates = [("adam_parameters_per_s", hw.adam_parameters_per_s)]
     seconds, per_byte = ([(field, getattr(hw, field)) for field in fields] for fields in (SECONDS, SECONDS_PER_BYTE))

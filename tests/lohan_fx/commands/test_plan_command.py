@@ -617,6 +617,7 @@ def test_what_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("read_bytes_per_s", "7", "bytes per second"),
         ("host_memory_bytes", "256", "bytes (24 GiB"),
         ("capacity_bytes", "4", "bytes (24 GiB"),
+        ("drive_bytes", "3840", "bytes (24 GiB"),
         ("bfloat16", "165.0", "flop per second"),
         ("adam_parameters_per_s", "1.3", "parameters per second"),
         ("op_overhead_s", "5.0", "seconds (10 us"),
