@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -442,8 +443,9 @@ class Plan:
         return {a.node: a for a in self.activations}
 
     def to_json(self) -> str:
-        """The plan as readable JSON; decisions and tiers are words, bytes and seconds plain numbers."""
+        """The plan as readable JSON; decisions and tiers are words, bytes and seconds plain numbers, or null for ever."""
         raw = dataclasses.asdict(self)
+        raw |= {name: _without_infinity(raw[name]) for name in ("prediction", "division")}
         raw["activations"] = [{**dataclasses.asdict(a), "decision": str(a.decision)} for a in self.activations]
         return json.dumps({"format": FORMAT, **raw}, indent=2)
 
@@ -464,14 +466,14 @@ class Plan:
             raw["notes"] = tuple(raw["notes"])
             if raw["prediction"] is not None:
                 names = ("forward", "backward", "optimizer")
-                stages = {name: _checked(Stage(**raw["prediction"][name])) for name in names}
+                stages = {name: _checked(Stage(**_endless(raw["prediction"][name]))) for name in names}
                 raw["prediction"] = _checked(Prediction(**{**raw["prediction"], **stages}))
             if raw["division"] is not None:
                 shares = tuple(
-                    _checked(Share(**{**share, "tier": Tier(share["tier"]), "use": Use(share["use"])}))
+                    _checked(Share(**{**_endless(share), "tier": Tier(share["tier"]), "use": Use(share["use"])}))
                     for share in raw["division"]["shares"]
                 )
-                raw["division"] = _checked(Division(**{**raw["division"], "shares": shares}))
+                raw["division"] = _checked(Division(**{**_endless(raw["division"]), "shares": shares}))
             return _checked(cls(**raw))
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not a plan: {error}") from error
@@ -490,6 +492,27 @@ def _parameter(raw: Mapping[str, Any]) -> ParameterPlan:
             }
         )
     )
+
+
+def _without_infinity(value: Any) -> Any:
+    """``value`` with null for infinite seconds, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_infinity(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinity(each) for each in value]
+    return None if value == math.inf else value
+
+
+def _endless(raw: Any) -> dict[str, Any]:
+    """``raw`` with its seconds as they were before ``_without_infinity``."""
+    found = dict(raw)
+    for name in ("saves_s", "step_s", "walk_s", "bound_s"):
+        if found.get(name, 0.0) is None:
+            found[name] = math.inf
+    for name in ("lanes_s", "per_byte_s"):
+        if isinstance(found.get(name), dict):
+            found[name] = {key: math.inf if seconds is None else seconds for key, seconds in found[name].items()}
+    return found
 
 
 _Part = TypeVar("_Part", ActivationPlan, ParameterPlan, Windows, Stage, Prediction, Share, Division, Plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -162,6 +163,19 @@ def test_json_gives_the_same_plan_back(made: Plan) -> None:
     again = Plan.from_json(made.to_json())
     assert again == made
     assert repr(again) == repr(made)
+
+
+def test_seconds_without_end_are_null_in_json() -> None:
+    """Without a drive nothing ever comes from one; JSON has no infinity, and ``jq`` and browsers refuse Python's."""
+    endless = Division((Share(Tier.HOST, Use.STATES, 1, math.inf),), {"host": 0.5}, 1.0, math.inf, 1.0)
+    prediction = Prediction(Stage({"ssd": math.inf, "cpu": 1.0}), Stage({}), {}, 0, 0, 0, 0)
+    made = dataclasses.replace(plan(), division=endless, prediction=prediction)
+    raw = json.loads(made.to_json())
+    json.dumps(raw, allow_nan=False)
+    assert raw["division"]["shares"][0]["saves_s"] is None
+    assert Plan.from_json(made.to_json()) == made
+    raw["division"]["walk_s"] = math.inf  # as plans were written before
+    assert Plan.from_json(json.dumps(raw)) == made
 
 
 def test_json_says_decisions_and_tiers_in_words() -> None:
