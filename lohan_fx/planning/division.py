@@ -51,9 +51,9 @@ def division_of(problem: Problem, hw: HardwareProfile, plan: Plan, device_peak: 
         shares.append(share(tier, Use.STATES, states, _states_elsewhere(plan, tier)))
         shares.append(share(tier, Use.GRADIENTS, gradients, _updated_on_arrival(plan, tier)))
     shares.append(share(Tier.HOST, Use.ACTIVATIONS, swapped, _elsewhere(plan, Swap(Tier.HOST))))
-    staged = staging_bytes(problem.windows, shared=problem.budgets.shared)
-    shares.append(share(Tier.HOST, Use.STAGING, staged))
-    shares.append(share(Tier.HOST, Use.CAPTURE, problem.budgets.fixed_bytes - staged))
+    asked, has = (staging_bytes(windows, shared=problem.budgets.shared) for windows in (problem.windows, plan.windows))
+    shares.append(share(Tier.HOST, Use.STAGING, has))
+    shares.append(share(Tier.HOST, Use.CAPTURE, problem.budgets.fixed_bytes - asked))
     budgets = {Tier.DEVICE: problem.budgets.device_memory_bytes, Tier.HOST: problem.budgets.host_memory_bytes}
     for tier, nbytes in budgets.items():
         if tier is Tier.HOST or not problem.budgets.shared:

@@ -97,7 +97,7 @@ def holding(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
             room -= p.held_bytes
     found = _waiting(plan, homes)
     check(problem, found, peak)
-    return _divided(_some_updated_twice(problem, hw, found), problem, hw, peak)
+    return divided(_some_updated_twice(problem, hw, found), problem, hw, peak)
 
 
 def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:
@@ -145,7 +145,7 @@ def _with_less(budgets: Budgets, less: Mapping[str, int]) -> Budgets:
     )
 
 
-def _divided(plan: Plan, problem: Problem, hw: HardwareProfile, peak: int) -> Plan:
+def divided(plan: Plan, problem: Problem, hw: HardwareProfile, peak: int) -> Plan:
     """``plan`` with its division as it is now, if it had one; what the search said of it stays."""
     if (before := plan.division) is None:
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -329,7 +330,8 @@ def _served_by_a_byte(hw: HardwareProfile) -> float:
 
 def step_seconds(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
     """Seconds of a step by ``plan``."""
-    return cost.step_seconds(work_of(problem, quantities_of_plan(problem, plan)), hw)
+    work = work_of(problem, quantities_of_plan(problem, plan))
+    return cost.step_seconds(dataclasses.replace(work, serial_optimizer=plan.windows.optimizer_buffers == 1), hw)
 
 
 def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, ...], ...]:

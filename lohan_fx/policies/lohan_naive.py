@@ -10,6 +10,7 @@ import dataclasses
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
+from lohan_fx.planning.holding import divided
 from lohan_fx.planning.joint_search import joint_search
 from lohan_fx.planning.problem import Problem
 from lohan_fx.policies.lohan import LOHAN
@@ -17,7 +18,8 @@ from lohan_fx.policies.lohan import LOHAN
 
 def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
     plan = joint_search(problem, hw)
-    return dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, optimizer_buffers=1))
+    naive = dataclasses.replace(plan, windows=dataclasses.replace(plan.windows, optimizer_buffers=1))
+    return divided(naive, problem, hw, problem.device_peak(naive))
 
 
 LOHAN_NAIVE = dataclasses.replace(

@@ -10,7 +10,7 @@ import dataclasses
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SUM_BYTES, Plan, Tier
 from lohan_fx.planning import problem as problems
-from lohan_fx.planning.holding import ATTEMPTS
+from lohan_fx.planning.holding import ATTEMPTS, divided
 from lohan_fx.planning.joint_search import joint_search
 from lohan_fx.planning.memory_model import check, missing, needed
 from lohan_fx.planning.problem import Problem
@@ -29,8 +29,9 @@ def _decide(problem: Problem, hw: HardwareProfile) -> Plan:
         # A gradient that leaves is in memory for longer than one that is updated where it is.
         before, after = (needed(problem, found, problem.device_peak(found)) for found in (at_once, plan))
         room = max(room, *(after[tier] - before[tier] for tier in after))
-    check(problem, plan, problem.device_peak(plan))
-    return plan
+    peak = problem.device_peak(plan)
+    check(problem, plan, peak)
+    return divided(plan, problem, hw, peak)
 
 
 def _waiting(problem: Problem, hw: HardwareProfile, plan: Plan) -> Plan:

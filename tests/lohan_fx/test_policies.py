@@ -18,7 +18,8 @@ import lohan_fx
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes.activation_graph import Activation, ActivationGraph, closure
-from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Windows
+from lohan_fx.plan import Keep, OptimizerTiming, Plan, Recompute, Swap, Tier, Use, Windows
+from lohan_fx.planning.budgets import staging_bytes
 from lohan_fx.planning.planner import make_plan
 from lohan_fx.planning.problem import Budgets, ParameterFacts, Problem
 from lohan_fx.policies import ALL, FORCED, POLICIES, named, runnable
@@ -176,6 +177,24 @@ def test_the_three_that_go_by_lohans_search_differ_in_the_optimizer_alone() -> N
     assert {p.optimizer_runs for p in late} == {OptimizerTiming.AFTER_BACKWARD}
     assert {p.gradient_home for p in late if p.numel > 1 << 15} == {N}
     assert {p.states_home for p in late if p.numel > 1 << 15} >= {N}
+
+
+def test_the_division_of_what_goes_by_lohans_search_is_of_its_own_plan() -> None:
+    """Not of LoHan's, which is faster, has more buffers, and other gradients that wait."""
+    host = FIXED + 100 * MIB
+    slow = (replace(PAPER.hw.nvme[0], read_bytes_per_s=1e8, write_bytes_per_s=1e8, mixed_bytes_per_s=1e8),)
+    hw = replace(PAPER.hw, nvme=slow, adam_parameters_per_s=1e7)
+    steps_s: dict[str, float] = {}
+    for name in ("lohan", "lohan-naive", "lohan-zero"):
+        plan = make_plan(problem(chain(), name, host=host, device=PEAK + 30 * MIB), hw)
+        division = plan.division
+        assert division is not None
+        assert sum(share.bytes for share in division.shares if share.tier is H) == host
+        assert division.bytes_of(H, Use.STAGING) == staging_bytes(plan.windows)
+        held = sum(p.held_bytes for p in plan.parameters if p.gradient_home is H)
+        assert division.bytes_of(H, Use.GRADIENTS) == held > 0
+        steps_s[name] = division.step_s
+    assert steps_s["lohan"] < min(steps_s["lohan-naive"], steps_s["lohan-zero"])
 
 
 def test_where_memory_holds_all_states_late_gradients_wait_there() -> None:
