@@ -322,8 +322,6 @@ def run(args: argparse.Namespace) -> None:
         done = run_streamed(model, text, args)
     compared = compare(args, done) if args.compare else None
     picture, results = args.output / "timeline.png", args.output / "results.json"
-    where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {done.plan.policy}, {hw.device_name}"
-    draw(done.events, picture, title=f"{size}: one training step ({where})", plan=done.plan)
     data = {
         "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "parameters": parameters, "losses": done.losses, "validation_loss": done.validation_loss,
@@ -333,6 +331,8 @@ def run(args: argparse.Namespace) -> None:
         "machine": hw.machine, "versions": dict(hw.versions),
     }  # fmt: skip
     results.write_text(json.dumps(data, indent=2) + "\n")
+    where = f"batch {args.batch} x {args.seq}, {args.host_memory} of RAM, policy {done.plan.policy}, {hw.device_name}"
+    draw(done.events, picture, title=f"{size}: one training step ({where})", plan=done.plan)
     print(f"wrote {picture} and {results}; {data['seconds']:.0f} s in all")
 
 
