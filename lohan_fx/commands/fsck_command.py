@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -175,7 +174,7 @@ def write_safetensors(
             file.write(piece.to(DTYPES[kind]).view(torch.uint8).numpy().data)
     for buffer in buffers.values():
         file.write(buffer.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    sys.stdout.flush()
+    file.flush()  # or the caller's sync leaves out the end of it, which Python still has
     return needed
 
 

@@ -217,6 +217,18 @@ def test_an_export_that_cannot_be_written_says_where(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nvme0", "nvme1"]
 
 
+def test_an_export_is_synced_to_its_end(
+    checkpointed: tuple[list[Path], Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has its name; the last of it is small, and may still be in Python's buffer."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    output = tmp_path / "model.safetensors"
+    assert main(arguments("export", checkpointed[0], "--output", str(output))) == 0
+    assert synced == [output.stat().st_size]
+    output.unlink()
+
+
 def test_an_export_for_which_there_is_no_room_says_so_before_it_writes(
     checkpointed: tuple[list[Path], Weights],
     tmp_path: Path,
