@@ -98,6 +98,11 @@ def check_private(place: Path) -> None:
 def write_generation(directory: Path, number: int, data: bytes, backend: FileBackend) -> None:
     """Put the manifest ``data`` on the drive under its name: all of it, or nothing. Raises ``StoreError``."""
     target = generation_path(directory, number)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise StoreError(
+            f"writing the checkpoint {target}: beside parameters and states it has {len(data)} bytes, and no more than "
+            f"{MAX_MANIFEST_BYTES} would be read again: keep large buffers, and what is large of extra, in a file of your own"
+        )
     with reported_as_store_error(f"writing the checkpoint {target}"):
         _write_file(target, data, backend)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lossy_drive import LossyDrive
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime import generations, nvme_store
+from lohan_fx.runtime import generation_files, generations, nvme_store
 from lohan_fx.runtime.file_backend import FileBackend, PosixBackend
 from lohan_fx.runtime.generation_files import CHECKPOINTS, IDENTITY, generation_path, generations_in, read_generations
 from lohan_fx.runtime.in_time import several
@@ -569,6 +569,20 @@ def test_a_manifest_that_the_drive_changed_replaces_none(directory: Path) -> Non
         assert store.commit({}) == 2
     with resume(directory) as store:
         assert everything(store) == later
+
+
+def test_a_manifest_that_could_not_be_read_again_replaces_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of a model whose weights are buffers."""
+    monkeypatch.setattr(generation_files, "MAX_MANIFEST_BYTES", 5000)
+    with begin(directory) as store:
+        expected = fill(store, 0)
+        store.commit({})
+        fill(store, 1)
+        with pytest.raises(StoreError, match=r"and no more than 5000 would be read again"):
+            store.commit({"buffers": "x" * 5000})
+        assert generations_in(directory) == [1]
+    with resume(directory) as store:
+        assert everything(store) == expected
 
 
 def test_nothing_is_committed_over_a_write_that_failed(directory: Path) -> None:
