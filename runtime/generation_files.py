@@ -41,11 +41,12 @@ def generation_path(directory: Path, number: int) -> Path:
 
 
 def generations_in(directory: Path) -> list[int]:
-    """The numbers of the checkpoints there, oldest first."""
-    try:
-        names = os.listdir(directory / CHECKPOINTS)
-    except FileNotFoundError:
-        return []
+    """The numbers of the checkpoints there, oldest first. Raises ``StoreError`` where that cannot be found out."""
+    with reported_as_store_error(f"looking for checkpoints in {directory / CHECKPOINTS}"):
+        try:
+            names = os.listdir(directory / CHECKPOINTS)
+        except FileNotFoundError:
+            return []
     return sorted(int(found.group(1)) for found in map(_NAME.fullmatch, names) if found)
 
 

@@ -290,12 +290,18 @@ class Generations:
             raise
 
     def _remove_old(self, newest: int) -> None:
+        """What cannot be removed now, the next commit tries again: the newest is in force all the same."""
         directory = self._directories[0]
-        for number in generations_in(directory):
+        try:
+            numbers = generations_in(directory)
+        except StoreError as error:
+            _LOG.warning("cannot look for old checkpoints: %s", error)
+            return
+        for number in numbers:
             if number <= newest - self.keep:
                 try:
                     remove_generation(directory, number, self._backend)
-                except OSError as error:  # the next commit tries again; the newest is in force all the same
+                except OSError as error:
                     _LOG.warning("cannot remove the old checkpoint %s: %s", generation_path(directory, number), error)
 
     def distrust(self, error: BaseException) -> None:

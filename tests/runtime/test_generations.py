@@ -585,6 +585,33 @@ def test_a_manifest_that_could_not_be_read_again_replaces_none(directory: Path, 
         assert everything(store) == expected
 
 
+def test_a_commit_that_cannot_look_for_old_checkpoints_is_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: Path) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with begin(directory) as store:
+        fill(store, 0)
+        store.commit({})
+        expected = fill(store, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "listdir", failing)
+            assert store.commit({}) == 2
+        assert generations_in(directory) == [1, 2]
+    with resume(directory) as store:
+        assert everything(store) == expected
+        assert store.commit({}) == 3
+        assert generations_in(directory) == [3]
+
+
+def test_checkpoints_that_cannot_be_looked_for_are_named(directory: Path) -> None:
+    """As where another user's run has made them."""
+    (directory / CHECKPOINTS).touch()
+    for begin_anew_or_resume in (begin, resume):
+        with pytest.raises(StoreError, match=rf"looking for checkpoints in .*{CHECKPOINTS} failed"):
+            begin_anew_or_resume(directory)
+    (directory / CHECKPOINTS).unlink()
+
+
 def test_nothing_is_committed_over_a_write_that_failed(directory: Path) -> None:
     backend = FaultyBackend()
     with begin(directory, backend=backend) as store:
