@@ -164,22 +164,25 @@ def lock_directory(directory: Path) -> int:
         except BlockingIOError as error:
             holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
             os.close(fd)
-            raise StoreError(_taken(directory, holder)) from error
+            ours = any(_is_named(held, path) for held in _not_for_children.copy())
+            raise StoreError(_taken(directory, holder, ours=ours)) from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
 
 
-def _taken(directory: Path, holder: str) -> str:
-    if holder == str(os.getpid()):
+def _taken(directory: Path, holder: str, *, ours: bool) -> str:
+    if ours:
         return (
             f"{directory} is used by a store of this very process, process {holder}, as by a model that was compiled "
             "before: give this one another directory, or lohan_fx.release(model) that one, or lohan_fx.reset(model) to lose it; "
             "where no variable leads to it any more, as in a notebook whose cell ran twice, lohan_fx.reset() ends all"
         )
+    # Ids do not tell: in containers that share a drive all runs may have the same.
+    elsewhere = " of another container or host" if holder == str(os.getpid()) else ""
     return (
-        f"{directory} is used by another lohan_fx run, process {holder} (this one is {os.getpid()}): "
+        f"{directory} is used by another lohan_fx run, process {holder}{elsewhere} (this one is {os.getpid()}): "
         "wait for that process or end it, which keeps its last checkpoint; a new training may be given another directory"
     )
 

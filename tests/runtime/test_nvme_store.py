@@ -443,6 +443,23 @@ def test_another_processs_lock_holds_while_it_lives_and_what_it_left_is_cleared(
         assert contents(store, "a", 6 * PAGE).eq(0).all()
 
 
+def test_a_holder_of_the_same_process_id_elsewhere_is_not_taken_for_this_process(
+    directories: list[Path], clean: None
+) -> None:
+    """In containers that share a drive all runs may have the id 1."""
+    source = HOLDER.replace("os.getpid()", str(os.getpid()))
+    command = [sys.executable, "-S", "-c", source, str(directories[0] / LOCK_NAME)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        expected = rf"another lohan_fx run, process {os.getpid()} of another container or host"
+        with pytest.raises(StoreError, match=expected):
+            NvmeStore(directories)
+        holder.kill()
+    with NvmeStore(directories):
+        pass
+
+
 def test_a_lock_on_a_file_that_lost_its_name_does_not_count(
     directories: list[Path], clean: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
