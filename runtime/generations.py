@@ -228,12 +228,7 @@ class Generations:
     def _commit(self, state: Mapping[str, Any], file_bytes: Sequence[int]) -> int:
         for name, chunk in self.without_checksum():
             self.find_checksum(name, chunk)
-        try:
-            self._files.flush()
-        except BaseException as error:
-            # What the drive dropped once it may not miss the next time: a later flush that succeeds proves nothing.
-            self._uncertain = error
-            raise
+        self.flush()
         directory = self._directories[0]
         if not self._named:
             self._name_directories()
@@ -255,6 +250,15 @@ class Generations:
             self.manifest_bytes += len(data)
         self._remove_old(number)
         return number
+
+    def flush(self) -> None:
+        """Have what is written on the drives. Where that fails, nothing is written or committed any more."""
+        try:
+            self._files.flush()
+        except BaseException as error:
+            # What the drive dropped once it may not miss the next time: a later flush that succeeds proves nothing.
+            self._uncertain = error
+            raise
 
     def verify(self, name: str, chunk: int) -> None:
         """Read the chunk from the drive and compare it with its checksum. Raises ``StoreError`` where they differ."""

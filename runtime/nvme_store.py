@@ -258,6 +258,10 @@ class NvmeStore:
 
     def _verify(self, generations: Generations) -> None:
         """A call per chunk: reading all may take longer than any one call is waited for."""
+        if not all(file.direct for file in self._files):  # else what is read back would be what is in memory
+            self._in_time(generations.flush, f"flushing what is in {self._where()}")
+            for file in self._files:
+                self._in_time(file.forget, f"dropping what is in memory of {file.path}")
         calls = (
             (partial(generations.verify, name, chunk), f"reading back chunk {chunk} of {name!r}")
             for name, versions in self._extents.kept()

@@ -92,6 +92,12 @@ class StoreFile:
         with reported_as_store_error(f"flushing {self.path}"):
             self._backend.fdatasync(self._fd)
 
+    def forget(self) -> None:
+        """After ``flush``: have the next read ask the drive, also where the page cache is used."""
+        if not self.direct:
+            with reported_as_store_error(f"dropping what is in memory of {self.path}"):
+                self._backend.forget(self._fd)
+
     def close(self, *, remove: bool) -> None:
         """Close the descriptor and, if asked, remove the file."""
         # A call that hung, and was left behind (in_time), must not go on in what the next store opens.

@@ -540,6 +540,52 @@ def test_a_verified_commit_reads_back_what_is_new_and_refuses_what_the_drive_cha
         assert everything(store) == expected
 
 
+class Cached(FaultyBackend):
+    """Without O_DIRECT; ``asked``: what of flushing, forgetting and reading was asked of the store's file, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(direct=False)
+        self.asked: list[str] = []
+        self._fd: int | None = None
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        fd = super().open(path, direct=direct)
+        self._fd = fd if path.name == STORE_NAME else self._fd
+        return fd
+
+    def _note(self, call: str, fd: int) -> None:
+        if fd == self._fd and self.asked[-1:] != [call]:
+            self.asked.append(call)
+
+    def fdatasync(self, fd: int) -> None:
+        self._note("flush", fd)
+        super().fdatasync(fd)
+
+    def forget(self, fd: int) -> None:
+        self._note("forget", fd)
+        super().forget(fd)
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        self._note("read", fd)
+        return super().preadv(fd, view, offset)
+
+
+def test_a_verified_commit_reads_from_the_drive_and_not_from_the_page_cache(directory: Path) -> None:
+    backend = Cached()
+    with begin(directory, backend=backend) as store:
+        expected = fill(store, 0)
+        store.commit({}, verify=True)
+        assert backend.asked == ["flush", "forget", "read", "flush"]
+        fill(store, 1)
+        backend.faults["fdatasync"] = [errno.EIO]
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.commit({}, verify=True)
+        with pytest.raises(StoreError, match="resume from the last checkpoint"):
+            store.commit({})
+    with resume(directory) as store:
+        assert everything(store) == expected
+
+
 class Flipping(PosixBackend):
     """Once armed, a bit of the next manifest is another on its way to the drive."""
 
