@@ -11,8 +11,11 @@ Assumes: Linux, and a file system whose ``flock`` holds across processes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import functools
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -152,7 +155,7 @@ def lock_directory(directory: Path) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd, path)
             # Between our open and flock the last holder may have removed the file: then we hold a lock that nobody
             # else will meet, and the file of that name, if any, is another's. Only the lock on the named file counts.
             if _is_named(fd, path):
@@ -161,15 +164,39 @@ def lock_directory(directory: Path) -> int:
                 with suppress(OSError):
                     os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return keep_from_children(fd)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
-            os.close(fd)
-            ours = any(_is_named(held, path) for held in _not_for_children.copy())
-            raise StoreError(_taken(directory, holder, ours=ours)) from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def lock_to_read(directory: Path) -> Callable[[], None]:
+    """``lock_directory``, also on a file system that is read-only, where no run can begin; what gives the lock back."""
+    try:
+        return functools.partial(unlock_directory, directory, lock_directory(directory))
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+    path = directory / LOCK_NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return lambda: None
+    try:
+        _lock(fd, path)  # a run may be left there from when it could be written to
+    except BaseException:
+        os.close(fd)
+        raise
+    return functools.partial(os.close, fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace") or "that has not written its id yet"
+        ours = any(_is_named(held, path) for held in _not_for_children.copy())
+        raise StoreError(_taken(path.parent, holder, ours=ours)) from error
 
 
 def _taken(directory: Path, holder: str, *, ours: bool) -> str:

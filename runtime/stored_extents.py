@@ -1,7 +1,8 @@
 """stored_extents: a checkpoint read where it lies, without a store: for ``lohan-fx fsck`` and ``lohan-fx export``.
 
-Guarantees: nothing is written but the lock, which keeps runs away meanwhile; no link is followed; memory is a chunk for each
-thread that reads. What is read comes from the drives and not from the page cache, where the file system can do that.
+Guarantees: nothing is written but the lock, which keeps runs away meanwhile (nothing at all where the file system is read-only);
+no link is followed; memory is a chunk for each thread that reads. What is read comes from the drives and not from the page
+cache, where the file system can do that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Self
 
 from lohan_fx.errors import StoreError
 from lohan_fx.runtime.checksum import checksum
-from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
+from lohan_fx.runtime.file_backend import lock_to_read
 from lohan_fx.runtime.generation_files import survey
 from lohan_fx.runtime.huge_pages import ThreadScratch
 from lohan_fx.runtime.manifest import ExtentRecord
@@ -43,7 +44,7 @@ class StoredExtents:
         with ExitStack() as taken:
             for directory in self._directories:
                 with reported_as_store_error(f"locking {directory}"):
-                    taken.callback(unlock_directory, directory, lock_directory(directory))
+                    taken.callback(lock_to_read(directory))
             found = survey(self._directories)
             self.manifests, self.damaged = found.whole, found.damaged
             if not self.manifests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 import lohan_fx
 from lohan_fx.commands.cli import main
 from lohan_fx.errors import StoreError
-from lohan_fx.runtime.file_backend import lock_directory, unlock_directory
+from lohan_fx.runtime.file_backend import LOCK_NAME, lock_directory, unlock_directory
 from lohan_fx.runtime.generation_files import CHECKPOINTS, generation_path, read_generations
 from lohan_fx.runtime.store_file import STORE_NAME
 from lohan_fx.runtime.stored_extents import StoredExtents
@@ -256,6 +257,40 @@ def test_a_checkpoint_is_read_where_the_disk_is_full(
 
     monkeypatch.setattr(os, "pwrite", full)
     assert main(arguments("fsck", checkpointed[0])) == 0
+
+
+@pytest.mark.parametrize("left", [None, "by nobody", "by a run"])
+def test_a_checkpoint_is_read_where_the_file_system_is_read_only(
+    left: str | None,
+    checkpointed: tuple[list[Path], Weights],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a failure of the drive; ``left``: a lock file from before that."""
+    directories, _ = checkpointed
+    path = directories[1] / LOCK_NAME
+    held = None if left is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if held is not None and left == "by a run":
+        fcntl.flock(held, fcntl.LOCK_EX)
+    really = os.open
+
+    def opened(place: Path, how: int, *args: Any, **options: Any) -> int:
+        if how & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return really(place, how, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", opened)
+        found = main(arguments("fsck", directories))
+    told = capsys.readouterr()
+    if left == "by a run":
+        assert found == 1 and f"{directories[1]} is used by another lohan_fx run" in told.err
+    else:
+        assert found == 0 and "chunks are whole" in told.out
+    assert path.exists() == (left is not None)
+    if held is not None:
+        os.close(held)
+        path.unlink()
 
 
 def test_directories_in_another_order(
