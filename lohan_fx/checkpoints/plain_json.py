@@ -74,7 +74,8 @@ def encoded_tensor(value: torch.Tensor, what: str) -> dict[str, Any]:
             f"{what} is a tensor of {value.dtype}, {value.layout}, on {value.device}: a checkpoint holds dense ones, in memory, "
             f"of {', '.join(DTYPES)}"
         )
-    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    dense = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single element counts as contiguous whatever its stride
     return {
         "dtype": name,
         "shape": list(value.shape),

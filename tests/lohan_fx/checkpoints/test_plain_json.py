@@ -54,6 +54,13 @@ def test_tensors_come_back_bit_by_bit(dtype: torch.dtype) -> None:
         assert again.dtype is dtype and torch.equal(again, value)
 
 
+def test_views_of_other_tensors_come_back() -> None:
+    """A single element keeps the stride that it had; conjugation and sign may be only noted."""
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    for view in (torch.rand(3, 4)[1:2, 2], value[::2], value.conj(), value.conj().imag, torch._neg_view(torch.ones(2))):
+        assert torch.equal(decoded(encoded(view, "it")), view)
+
+
 def test_the_state_of_numpys_generator_comes_back() -> None:
     expected = np.random.RandomState(5)
     again = np.random.RandomState(6)
