@@ -36,12 +36,7 @@ def directories_for(nvme: Directories | None, hw: HardwareProfile) -> tuple[list
     root = default_nvme_root()
     root.mkdir(parents=True, exist_ok=True)
     _remove_stale(root)
-    directory, lock = _made_for_this_run(root)
-
-    def remove() -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
+    directory, remove = made_for_this_run(root)
     return [directory], remove
 
 
@@ -62,8 +57,8 @@ def default_nvme_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lohan_fx"
 
 
-def _made_for_this_run(root: Path) -> tuple[Path, int]:
-    """A directory below ``root``, and the descriptor that holds its lock, which ends with the process, however that ends.
+def made_for_this_run(root: Path) -> tuple[Path, Callable[[], None]]:
+    """A directory below ``root``, locked until the process ends, however that ends, and what removes it.
 
     It is locked before it gets a name by which it could be taken for a stale one. Process ids would not tell: those of
     other containers and hosts that share ``root`` mean nothing here, and in a container all runs have the same.
@@ -71,7 +66,13 @@ def _made_for_this_run(root: Path) -> tuple[Path, int]:
     made = Path(tempfile.mkdtemp(prefix="new-", dir=root))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_SH)
-    return made.rename(root / f"run-{os.getpid()}-{made.name.removeprefix('new-')}"), lock
+    directory = made.rename(root / f"run-{os.getpid()}-{made.name.removeprefix('new-')}")
+
+    def remove() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+    return directory, remove
 
 
 def _remove_stale(root: Path) -> None:

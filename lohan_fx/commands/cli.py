@@ -37,7 +37,7 @@ from lohan_fx.models.model_source import example_of
 from lohan_fx.plan import Plan
 from lohan_fx.policies import POLICIES
 from lohan_fx.presets import PRESETS
-from lohan_fx.store_directories import default_nvme_root
+from lohan_fx.store_directories import default_nvme_root, made_for_this_run
 
 DEFAULT_PRESET = "rtx4090-12xP5510"
 
@@ -161,8 +161,9 @@ def _dumped_model(arguments: argparse.Namespace) -> str:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--nvme: {root} cannot be made ({error.strerror}): choose another place") from error
-    # Named like a run's own directory, so that a later run removes it should this one be killed.
-    with tempfile.TemporaryDirectory(prefix=f"run-{os.getpid()}-dump-", dir=root) as directory:
+    # A run's own directory: other runs leave it alone, and a later one removes it should this one be killed.
+    directory, remove = made_for_this_run(root)
+    try:
         with warnings.catch_warnings():
             # Planning for another machine than this one is what --hw is for.
             warnings.filterwarnings("ignore", message="the hardware profile .* was not measured on this machine")
@@ -182,6 +183,8 @@ def _dumped_model(arguments: argparse.Namespace) -> str:
             )
         finally:
             compiled(model).detach()
+    finally:
+        remove()
 
 
 def _profile(name: str) -> HardwareProfile:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import lohan_fx
 from lohan_fx.commands.cli import main
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Windows
+from lohan_fx.store_directories import directories_for
 
 PRESET = "rtx4090-12xP5510"
 
@@ -154,6 +156,23 @@ def test_a_model_is_captured_and_shown(example: str, tmp_path: Path, capsys: pyt
     assert "plan: policy recompute, on " in text
     assert "forward: " in text and "backward: " in text
     assert "fetch(layers.{i" in text
+    assert list(nvme.iterdir()) == []
+
+
+def test_a_run_that_begins_beside_a_dump_leaves_its_directory(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both make one in the default place, where a run removes what nobody uses any more."""
+    really, nvme = lohan_fx.prepare, tmp_path / "lohan_fx"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def prepare(model: torch.nn.Module, **inputs: Any) -> None:
+        _, remove = directories_for(None, HardwareProfile.preset(PRESET))
+        remove()
+        really(model, **inputs)
+
+    monkeypatch.setattr(lohan_fx, "prepare", prepare)
+    assert dump_model(example, "example", nvme, "--policy", "zero-infinity") == 0
     assert list(nvme.iterdir()) == []
 
 
