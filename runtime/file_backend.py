@@ -24,6 +24,7 @@ from lohan_fx.errors import StoreError
 
 LOCK_NAME = "lohan_fx.lock"
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+MOUNTS = "/proc/mounts"
 
 _not_for_children: set[int] = set()
 
@@ -230,8 +231,8 @@ def file_system_type(directory: Path, mounts: str) -> str:
     """The type (``ext4``, ``tmpfs``) of the file system of ``directory``; ``mounts`` is the text of /proc/mounts."""
     resolved = directory.resolve()
     found, found_depth = "unknown", -1
-    for line in mounts.splitlines():
-        fields = line.split()
+    for line in mounts.split("\n"):
+        fields = line.split(" ")
         if len(fields) < 3:
             continue
         # The kernel writes blanks in paths as octal escapes.
@@ -244,7 +245,8 @@ def file_system_type(directory: Path, mounts: str) -> str:
 
 def is_memory_backed(directory: Path) -> bool:
     """Whether files in ``directory`` take RAM instead of a drive."""
-    return file_system_type(directory, Path("/proc/mounts").read_text()) in MEMORY_FILE_SYSTEMS
+    # A mount point may have a name of any bytes, that of somebody's old disk too.
+    return file_system_type(directory, os.fsdecode(Path(MOUNTS).read_bytes())) in MEMORY_FILE_SYSTEMS
 
 
 def _is_named(fd: int, path: Path) -> bool:

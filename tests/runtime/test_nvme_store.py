@@ -518,6 +518,18 @@ def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path: Path)
     assert file_system_type(inner, "") == "unknown"
 
 
+def test_a_mount_point_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Latin-1, or with blanks that are none to the kernel."""
+    table = tmp_path / "mounts"
+    table.write_bytes(
+        b"/dev/sdb /media/Schl\xfcssel vfat rw 0 0\n" + f"tmpfs {tmp_path}/a\u00a0b\u2028c tmpfs rw 0 0\n".encode()
+    )
+    monkeypatch.setattr(file_backend, "MOUNTS", str(table))
+    assert not file_backend.is_memory_backed(tmp_path)
+    assert file_backend.is_memory_backed(tmp_path / "a\u00a0b\u2028c" / "d")
+    table.unlink()
+
+
 # Forked children
 
 
