@@ -49,7 +49,10 @@ def _commit(model: nn.Module, optimizer: Adam, parts: Parts, keep: int | None, *
         raise StepError("the model was compiled from a checkpoint: call lohan_fx.resume(model, optimizer, ...) first")
     engine.before_reading()
     if engine.updates.holds_any():
-        raise StepError("a checkpoint was asked for between backward and optimizer.step(): ask after optimizer.step()")
+        raise StepError(
+            "a checkpoint was asked for between backward and optimizer.step(): ask after optimizer.step(), or, where the step "
+            "was skipped (by a GradScaler), after optimizer.zero_grad()"
+        )
     engine.store.keep_generations(keep if keep is not None else engine.store.keeps or 1)
     state = {
         **checkpoint_of_model(model, engine),
