@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,7 +125,8 @@ def _export(arguments: argparse.Namespace) -> None:
     folder = output.parent.resolve()
     if folder.name == CHECKPOINTS or ((folder / CHECKPOINTS).is_dir() and output.name == STORE_NAME):
         raise ValueError(f"--output: {output} is, or lies among, the files of a checkpoint: name a file elsewhere")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    # Not by the process's id: an export that was killed in a container has left a file of the one that all have there.
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.tmp")
     with StoredExtents(arguments.directories) as stored:
         manifest = stored.manifests[-1]
         if max(stored.damaged, default=0) > manifest.generation:
