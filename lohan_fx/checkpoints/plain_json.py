@@ -10,6 +10,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,29 @@ DTYPES = {
 }  # fmt: skip
 
 
+_MOST_DEEP = 200
+"""``decoded`` takes two frames of Python's for each, and who calls it some hundred."""
+
+
 def encoded(value: object, what: str) -> Any:
     """``value`` as what ``json.dumps`` takes. Raises ``TypeError``, which names the place in ``what``, and ``ValueError`` for
     what contains itself."""
-    try:
-        return _encoded(value, what)
-    except RecursionError:
-        raise ValueError(f"{what} contains itself, or is nested hundreds deep: a checkpoint cannot hold it") from None
+    with suppress(RecursionError):
+        found = _encoded(value, what)
+        if not _is_deeper(found, _MOST_DEEP):
+            return found
+    raise ValueError(f"{what} contains itself, or is nested too deep to be read again: a checkpoint cannot hold it")
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether what ``json.dumps`` takes has more than so many lists and objects in each other."""
+    level = [value]
+    for _ in range(most + 1):
+        inside = [item for item in level if isinstance(item, list | dict)]
+        level = [part for item in inside for part in (item if isinstance(item, list) else item.values())]
+        if not inside:
+            return False
+    return True
 
 
 def _encoded(value: object, what: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,21 @@ def test_the_state_of_numpys_generator_comes_back() -> None:
 def test_arrays_of_any_order_are_held(array: Any) -> None:
     again = decoded(json.loads(json.dumps(encoded(array, "it"))))
     assert again.shape == array.shape and again.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("inside", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}])
+def test_what_is_held_can_be_read_again_however_deep(inside: Callable[[Any], Any]) -> None:
+    value, depth = 0, 0
+    while True:
+        try:
+            text = json.dumps(encoded(value, "it"))
+        except ValueError as error:
+            assert "it contains itself, or is nested too deep" in str(error)
+            break
+        assert decoded(json.loads(text)) == value
+        for _ in range(10):
+            value, depth = inside(value), depth + 1
+    assert depth > 50
 
 
 @pytest.mark.parametrize(
