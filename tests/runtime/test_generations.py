@@ -617,7 +617,9 @@ def test_a_manifest_that_the_drive_changed_replaces_none(directory: Path) -> Non
         assert everything(store) == later
 
 
-def test_a_manifest_that_could_not_be_read_again_replaces_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_could_not_be_read_again_replaces_none(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as one of a model whose weights are buffers."""
     monkeypatch.setattr(generation_files, "MAX_MANIFEST_BYTES", 5000)
     with begin(directory) as store:

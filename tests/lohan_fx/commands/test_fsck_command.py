@@ -230,7 +230,9 @@ def test_an_export_is_synced_to_its_end(
     output.unlink()
 
 
-def test_an_export_minds_no_file_of_one_that_was_killed(checkpointed: tuple[list[Path], Weights], tmp_path: Path) -> None:
+def test_an_export_minds_no_file_of_one_that_was_killed(
+    checkpointed: tuple[list[Path], Weights], tmp_path: Path
+) -> None:
     """Also of the same process id, as all have in containers."""
     output = tmp_path / "model.safetensors"
     left = tmp_path / f".model.safetensors.{os.getpid()}.tmp"
