@@ -122,7 +122,10 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_tensors_without_bytes_cannot_be_in_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="least_bytes is 0: expected at least 1"), build_on_disk(tmp_path, least_bytes=0):
+    with (
+        pytest.raises(ValueError, match="least_bytes is 0: expected at least 1"),
+        build_on_disk(tmp_path, least_bytes=0),
+    ):
         pass
     with build_on_disk(tmp_path, least_bytes=1):
         assert torch.empty(0).numel() == 0
