@@ -23,6 +23,7 @@ from lohan_fx.decompositions import DECOMPOSITIONS
 from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.parameters.reached import Sources, noting_undefined, sources_of
 from lohan_fx.parameters.shell import Shell
+from lohan_fx.passes.annotate import is_view
 from lohan_fx.passes.assign_buffers import shared_bytes
 from lohan_fx.passes.cut_segments import Run, replace_segments
 from lohan_fx.passes.halves import Assignment, Halves, ParameterInput, outputs_of
@@ -214,6 +215,7 @@ def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[
             named[node.name] = found[index]
     if len(named) != len(found):
         raise AssertionError(f"AOTAutograd kept {len(named)} of {len(found)} parameter inputs; cannot tell which")
+    _refuse_returned_views(graph, named)
     return named
 
 
@@ -271,6 +273,21 @@ def _refuse_what_cannot_stream(graph: GraphModule, found: dict[int, ParameterInp
                 f"the gradient of {parameter.name} is {gradient.layout}, and only dense gradients are supported: make "
                 "that embedding with sparse=False"
             )
+
+
+def _refuse_returned_views(graph: GraphModule, parameters: dict[str, ParameterInput]) -> None:
+    """A view of a parameter among what the model returns: AOTAutograd would take it of the shell, which has no memory."""
+    output = graph.graph.output_node()
+    for value, desc in zip(outputs_of(graph), output.meta.get("desc") or [], strict=False):
+        if type(desc).__name__ == "PlainAOTOutput" and isinstance(value, Node) and is_view(value):
+            source = value
+            while is_view(source):
+                source = source.all_input_nodes[0]
+            if source.name in parameters:
+                raise CaptureError(
+                    f"the model returns a view of its parameter {parameters[source.name].name}, whose values are not in memory "
+                    "once the model has run: return a copy of it, made by .clone()"
+                )
 
 
 def _guarded(

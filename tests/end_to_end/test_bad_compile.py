@@ -652,6 +652,37 @@ def test_parameters_edited_without_gradients(nvme: Path) -> None:
     lohan_fx.release(model)
 
 
+class Returning(Tiny):
+    """Returns what ``of`` makes of a parameter, beside the loss."""
+
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), self.of(self.layers[1].weight)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("of", [torch.t, torch.detach, lambda weight: weight.chunk(2)[1]], ids=["t", "detach", "part"])
+def test_a_view_of_a_parameter_is_not_returned(
+    of: Callable[[torch.Tensor], torch.Tensor], trained: bool, nvme: Path
+) -> None:
+    model = streamed(Returning(of), nvme)
+    with torch.set_grad_enabled(trained), pytest.raises(CaptureError, match=r"view of its parameter layers.1.weight.*clone"):
+        model(batch())
+    lohan_fx.release(model)
+
+
+@pytest.mark.parametrize("of", [lambda weight: weight.t().clone(), lambda weight: weight])
+def test_a_parameter_or_a_copy_is_returned(of: Callable[[torch.Tensor], torch.Tensor], nvme: Path) -> None:
+    model = Returning(of)
+    expected = of(model.layers[1].weight).detach().clone()
+    with lohan_fx.releasing(streamed(model, nvme)):
+        _, returned = model(batch())
+        assert returned is model.layers[1].weight or torch.equal(returned, expected)
+
+
 def test_more_shapes_than_plans_are_made_for(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lohan_fx.compiled_model.RECOMPILE_LIMIT", 2)
     with lohan_fx.releasing(streamed(Tiny(), nvme, dynamic=False)) as model:
