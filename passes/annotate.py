@@ -7,6 +7,7 @@ Ensures: ``meta.cost(node)`` answers for every node. The graph itself is unchang
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -193,8 +194,11 @@ def is_view(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether running ``node`` again would give other numbers; attention without dropout draws none."""
+    """Whether running ``node`` again would give other numbers; attention without dropout draws none, and ``torch.cond`` what its
+    branches do."""
     op = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return any(map(_draws, (*node.args, *node.kwargs.values()), itertools.repeat(node.graph.owning_module)))
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for place, argument in enumerate(op._schema.arguments):
@@ -202,6 +206,16 @@ def is_random(node: Node) -> bool:
             drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(drops != 0.0)
     return True
+
+
+def _draws(argument: object, owner: torch.nn.Module | None) -> bool:
+    """Whether a higher-order op draws random numbers by what it is given, an op or a graph of ``owner``."""
+    if isinstance(argument, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in argument.tags
+    if not isinstance(argument, Node) or argument.op != "get_attr" or owner is None:
+        return False
+    found = operator.attrgetter(str(argument.target))(owner)
+    return isinstance(found, GraphModule) and any(n.op == "call_function" and is_random(n) for n in found.graph.nodes)
 
 
 def _runs_unread(node: Node) -> bool:

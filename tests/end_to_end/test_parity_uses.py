@@ -356,6 +356,29 @@ def test_a_dropout_whose_gradient_is_transposed(policy: str, hw: HardwareProfile
     _assert_exact(Crossing, losses_outside, hw, tmp_path, policy)
 
 
+class Branching(nn.Module):
+    """One of its branches draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.last = nn.Linear(24, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.up(x))
+        hidden = torch.cond(x[0, 0].abs() < 9, _dropped, torch.sin, (hidden,))
+        output = self.last(torch.tanh(hidden))
+        return output, output
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.tanh(x), 0.5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_branch_that_draws_is_not_taken_again(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    _assert_exact(Branching, losses_outside, hw, tmp_path, policy)
+
+
 class Registers(nn.Module):
     """With none of the tokens that it could learn: a parameter without elements."""
 
