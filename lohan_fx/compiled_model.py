@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan_fx import process_memory
 from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
 from lohan_fx.captured_graphs import CapturedGraphs
-from lohan_fx.errors import CaptureError, InfeasiblePlan
+from lohan_fx.errors import CaptureError, InfeasiblePlan, OffloadedParameterError
 from lohan_fx.module_calls import Call, Key, ModuleCalls
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
@@ -63,6 +64,19 @@ def _capturing() -> Iterator[None]:
     the model was captured."""
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, skip_nnmodule_hook_guards=False), capturing():
         yield
+
+
+def _refuse_saving_hooks() -> None:
+    """Hooks on what autograd saves get our shells and handles, as plain tensors without memory: reading one ends the process.
+    Those of ``torch.utils.checkpoint`` read none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != torch.utils.checkpoint.__name__:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise OffloadedParameterError(
+            f"the model was called within torch.autograd.graph.saved_tensors_hooks ({name}), as save_on_cpu and TRL's "
+            "activation_offloading do, which would read parameters that are not in memory: leave them out, since the plan "
+            "decides which activations leave the device"
+        )
 
 
 class Prepared(Exception):
@@ -188,6 +202,8 @@ class CompiledModel:
         return backend_for(self, names.get(module, type(module).__name__))  # it may have left the model since
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_saving_hooks()
         with self.engine.one_call(), _capturing():
             self._before_call()
             key = module, torch.is_grad_enabled()

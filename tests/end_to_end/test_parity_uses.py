@@ -423,6 +423,30 @@ def test_gradients_of_the_inputs_of_a_frozen_model_need_no_optimizer(hw: Hardwar
         assert use(model) == wanted
 
 
+def test_hooks_on_what_is_saved_are_refused_but_those_of_checkpoints(hw: HardwareProfile, tmp_path: Path) -> None:
+    """They would copy parameters of which there is no memory, and crash the process."""
+
+    def use(model: nn.Module, optimizer: Any) -> Any:
+        loss = checkpoint(model, torch.ones(4, 24), use_reentrant=False)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    expected, model = _build(), _build()
+    torch.manual_seed(1)
+    wanted = use(expected, torch.optim.AdamW(expected.parameters(), lr=LR))
+    with lohan_fx.releasing(_compile(model, hw, tmp_path, "swap-nvme")):
+        optimizer = lohan_fx.AdamW(model.parameters(), lr=LR)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            with torch.no_grad():
+                model(torch.ones(4, 24))
+            with pytest.raises(OffloadedParameterError, match=r"saved_tensors_hooks.*leave them out"):
+                model(torch.ones(4, 24))
+        torch.manual_seed(1)
+        assert use(model, optimizer) == wanted
+    assert_same_weights(weights_of(model), weights_of(expected))
+
+
 def test_two_backwards_through_one_graph_are_exact_if_it_is_kept(hw: HardwareProfile, tmp_path: Path) -> None:
     def use(model: nn.Module, optimizer: Any) -> None:
         output, hidden = model(torch.ones(4, 24))
