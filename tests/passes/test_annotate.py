@@ -263,6 +263,8 @@ def _call(op: object, *args: object, **kwargs: object) -> Node:
         (_call(aten._scaled_dot_product_efficient_attention.default, None, None, None, None, True, 0.1), True),
         (_call(aten._scaled_dot_product_flash_attention.default, None, None, None, dropout_p=0.1), True),
         (_call(max, 1, 2), False),
+        (_call(torch.ops.higher_order.auto_functionalized_v2, aten.bernoulli_.float, p=0.5), True),
+        (_call(torch.ops.higher_order.auto_functionalized_v2, aten.sin_.default), False),
     ],
     ids=str,
 )
