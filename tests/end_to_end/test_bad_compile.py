@@ -669,7 +669,10 @@ def test_a_view_of_a_parameter_is_not_returned(
     of: Callable[[torch.Tensor], torch.Tensor], trained: bool, nvme: Path
 ) -> None:
     model = streamed(Returning(of), nvme)
-    with torch.set_grad_enabled(trained), pytest.raises(CaptureError, match=r"view of its parameter layers.1.weight.*clone"):
+    with (
+        torch.set_grad_enabled(trained),
+        pytest.raises(CaptureError, match=r"view of its parameter layers.1.weight.*clone"),
+    ):
         model(batch())
     lohan_fx.release(model)
 
