@@ -44,6 +44,11 @@ After = Callable[[Sequence[Any]], None]
 Replan = Callable[[Request], Plan]
 """The plan that another request would get for the graph that was linked."""
 
+_INLINES = "inline_invoke_subgraph"
+FLAT: dict[str, bool] = {_INLINES: True} if hasattr(torch._dynamo.config, _INLINES) else {}
+"""Dynamo's setting by which ``torch.compiler.nested_compile_region`` becomes part of the graph around it: plans know no
+graphs in graphs. PyTorch 2.11 has none."""
+
 
 class Linked(Protocol):
     """What the backend needs of the compiled model: its request, and a runtime to link graphs to."""
@@ -73,6 +78,7 @@ def backend_for(model: Linked, module: str) -> Callable[[GraphModule, list[torch
         assert model is not None, "a model that is gone was called"
         model.capture_begins()
         _refuse_replaced_parameters(model, example_inputs)
+        refuse_regions(gm)
         return _Capture(model, module, shells_among(example_inputs)).compile(gm, example_inputs)
 
     return backend
@@ -217,6 +223,15 @@ def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[
         raise AssertionError(f"AOTAutograd kept {len(named)} of {len(found)} parameter inputs; cannot tell which")
     _refuse_returned_views(graph, named)
     return named
+
+
+def refuse_regions(gm: GraphModule) -> None:
+    """Parts of a Dynamo graph that are graphs of their own, and are not ``FLAT`` in this version of PyTorch."""
+    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in gm.graph.nodes):
+        raise CaptureError(
+            "the model has parts under torch.compiler.nested_compile_region, and this version of PyTorch cannot make them parts "
+            "of the graph around: use PyTorch 2.13, or take that mark away (equal layers are planned as that without it)"
+        )
 
 
 def _refuse_replaced_parameters(model: Linked, example_inputs: Sequence[object]) -> None:

@@ -83,7 +83,8 @@ def compile(
         nvme: a directory per drive. None: those of ``hw``, or one under the user's cache directory.
         compute_dtype: dtype of parameters and activations; masters and moments are fp32.
         policy: who decides; ``print(lohan_fx.policies())`` lists them. "lohan" searches for the fastest plan.
-        plan: obey this plan instead of making one; it must be of this model and input shape.
+        plan: obey this plan instead of making one; it must be of this model and input shape, and made by ``policy`` where that is
+            named.
         revise: let the first steps correct the profile, and replace the plan once if that pays (``self_check``); only
             where the profile was measured on this machine, and its device is the CPU. No number changes by it.
         segments: whether runs of pointwise ops are compiled into kernels, for training: "boxed": no; "auto": where it saves

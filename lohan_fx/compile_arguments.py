@@ -19,6 +19,7 @@ from lohan_fx.parameters.shell import Shell
 from lohan_fx.plan import Plan
 from lohan_fx.planning.problem import ParameterFacts
 from lohan_fx.policies import runnable
+from lohan_fx.policies.lohan import LOHAN
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,6 +74,10 @@ def check_arguments(
         raise TypeError(f"revise is {revise!r}: expected True or False")
     if not isinstance(hold_gradients, bool | None):
         raise TypeError(f"hold_gradients is {hold_gradients!r}: expected True, False or None")
+    if plan is not None and policy not in (LOHAN.name, plan.policy):
+        raise ValueError(
+            f"policy is {policy!r}, and {plan.policy!r} made the plan that is given: leave one of them out"
+        )
     if plan is not None and dynamic:
         raise ValueError(
             "dynamic=True traces graphs for many shapes, and the plan given is of one: leave one of them out"

@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan_fx import process_memory
-from lohan_fx.capture import Replan, backend_for, captured, prepare_dynamo
+from lohan_fx.capture import FLAT, Replan, backend_for, captured, prepare_dynamo
 from lohan_fx.captured_graphs import CapturedGraphs
 from lohan_fx.errors import CaptureError, InfeasiblePlan, OffloadedParameterError
 from lohan_fx.module_calls import Call, Key, ModuleCalls
@@ -62,7 +62,8 @@ living: list[CompiledModel] = []
 def _capturing() -> Iterator[None]:
     """What our captures are made with; without guards on hooks, a module's first one would not run where it is registered after
     the model was captured."""
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, skip_nnmodule_hook_guards=False), capturing():
+    settings = {"recompile_limit": RECOMPILE_LIMIT, "skip_nnmodule_hook_guards": False, **FLAT}
+    with torch._dynamo.config.patch(settings), capturing():
         yield
 
 

@@ -436,7 +436,10 @@ def _check_hyper(group: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}: it is not of Adam")
     _refuse_amsgrad(group)
-    beta1, beta2 = group["betas"]
+    try:
+        beta1, beta2 = group["betas"]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"betas is {group['betas']!r}: expected two numbers") from error
     given = {name: group[name] for name in ("lr", "eps", "weight_decay")} | {"betas[0]": beta1, "betas[1]": beta2}
     for name, value in given.items():
         if isinstance(value, str):  # as YAML reads 1e-8

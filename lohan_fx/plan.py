@@ -223,8 +223,7 @@ class Windows:
     activations that were swapped out and have not left yet. A single one that is larger may always be under way.
     ``chunk_elements``: the optimizer's unit of read, update and write; ``io_bytes``: one transfer of the other
     lanes; the ``*_buffers`` are counts of host staging buffers: per lane, of states, and of gradients that have left
-    a GPU and wait for their states. One buffer for the optimizer makes it read, update and write strictly one after
-    the other (LoHan's naive handler).
+    a GPU and wait for their states.
     """
 
     fetch_bytes: int
@@ -248,6 +247,12 @@ class Windows:
         for name, least in (("io_buffers", 1), ("optimizer_buffers", 1), ("gradient_buffers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Windows.{name} is {getattr(self, name)}: expected at least {least}")
+
+    @property
+    def serial_optimizer(self) -> bool:
+        """Whether its one buffer makes the optimizer read, update and write strictly one after the other (LoHan's naive
+        handler)."""
+        return self.optimizer_buffers == 1
 
 
 FETCHES_BOUND = "fetches"

@@ -128,7 +128,7 @@ def traffic(
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
         next_returned_bytes=returned_bytes(next_, plan),
-        serial_optimizer=plan.windows.optimizer_buffers == 1,
+        serial_optimizer=plan.windows.serial_optimizer,
         forward_requests=_stage_requests(forward, homes, plan) + sum(update_requests(p, plan.windows) for p in next_),
         backward_requests=_stage_requests(backward, homes, plan)
         + sum(update_requests(p, plan.windows) for p in early)

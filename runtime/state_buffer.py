@@ -35,8 +35,8 @@ def buffer_bytes(chunk_elements: int) -> int:
 
 
 def small_buffers(windows: Windows) -> int:
-    """How many small buffers there are: none where a single buffer makes updates strictly one after the other."""
-    return SMALL_BUFFERS if windows.optimizer_buffers > 1 and windows.chunk_elements > SMALL_ELEMENTS else 0
+    """How many small buffers there are: none where updates are strictly one after the other."""
+    return 0 if windows.serial_optimizer or windows.chunk_elements <= SMALL_ELEMENTS else SMALL_BUFFERS
 
 
 def purpose_of(elements: int, windows: Windows) -> str:

@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from lohan_fx.capture import captured, parameters_of, prepare_dynamo, shells_among
+from lohan_fx.capture import FLAT, captured, parameters_of, prepare_dynamo, refuse_regions, shells_among
 from lohan_fx.errors import CaptureError
 from lohan_fx.forecasting.equal_blocks import EqualBlocks, equal_blocks, truncated
 from lohan_fx.forecasting.gpu_attention import with_gpu_attention
@@ -135,7 +135,7 @@ def _trace(model: nn.Module, inputs: Mapping[str, Any], device: str) -> _Taken:
     call.__code__ = call.__code__.replace()
     compiled = torch.compile(call, backend=functools.partial(_take, device=device), fullgraph=True, dynamic=False)
     try:
-        with capturing(), torch.enable_grad():
+        with torch._dynamo.config.patch(FLAT), capturing(), torch.enable_grad():
             captured(model, functools.partial(compiled, **{name: _on_cpu(value) for name, value in inputs.items()}))
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, _Taken):
@@ -150,6 +150,7 @@ def _trace(model: nn.Module, inputs: Mapping[str, Any], device: str) -> _Taken:
 
 def _take(gm: GraphModule, example_inputs: list[Any], *, device: str) -> Any:
     """A ``torch.compile`` backend that stops where the joint graph is known."""
+    refuse_regions(gm)
     if device == "cuda":
         with_gpu_attention(gm)
     found = shells_among(example_inputs)

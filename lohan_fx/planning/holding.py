@@ -105,7 +105,7 @@ def _some_updated_twice(problem: Problem, hw: HardwareProfile, plan: Plan) -> Pl
     writing of their states, and the backward has that and reads states and gradients once more."""
     waited_for = problem.ends.blocking
     shares = [plan, *(updated_twice(plan, number / SHARES, waited_for) for number in range(1, SHARES + 1))]
-    if shares[-1] == plan or plan.windows.optimizer_buffers == 1:
+    if shares[-1] == plan or plan.windows.serial_optimizer:
         return plan
     seconds = {id(p): step_seconds(problem, hw, p) for p in shares}
     best = min(shares, key=lambda p: seconds[id(p)])

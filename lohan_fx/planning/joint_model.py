@@ -155,7 +155,7 @@ def _homes(p: ParameterFacts, problem: Problem, hw: HardwareProfile) -> tuple[Ho
 def _times(p: ParameterFacts, problem: Problem, at: Homes) -> tuple[bool, ...]:
     """Whether its update beside the next forward is made twice: of such as are all put off; not of those whose gradients come
     first in the backward (``holding.updated_twice``)."""
-    may = problem.holds and problem.windows.optimizer_buffers > 1 and p.name not in problem.ends.blocking
+    may = problem.holds and not problem.windows.serial_optimizer and p.name not in problem.ends.blocking
     return (True, False) if may and _placed(p, at).may_be_updated_twice else (False,)
 
 

@@ -101,8 +101,8 @@ def choose(
 
 
 def _doubled(best: Windows, step_s: StepSeconds, price_s: StepSeconds, most: int) -> Windows:
-    """``best``, or with twice as many buffers for updates, as often as that pays; one alone is LoHan's naive handler."""
-    while 1 < best.optimizer_buffers < most:
+    """``best``, or with twice as many buffers for updates, as often as that pays, unless updates are serial."""
+    while not best.serial_optimizer and best.optimizer_buffers < most:
         asked = dataclasses.replace(best, optimizer_buffers=min(most, 2 * best.optimizer_buffers))
         if step_s(asked) + price_s(asked) >= step_s(best) * (1 - WORTH_IT) + price_s(best):
             break

@@ -331,7 +331,7 @@ def _served_by_a_byte(hw: HardwareProfile) -> float:
 def step_seconds(problem: Problem, hw: HardwareProfile, plan: Plan) -> float:
     """Seconds of a step by ``plan``."""
     work = work_of(problem, quantities_of_plan(problem, plan))
-    return cost.step_seconds(dataclasses.replace(work, serial_optimizer=plan.windows.optimizer_buffers == 1), hw)
+    return cost.step_seconds(dataclasses.replace(work, serial_optimizer=plan.windows.serial_optimizer), hw)
 
 
 def stage_lanes(problem: Problem, hw: HardwareProfile) -> tuple[tuple[LaneTime, ...], ...]:

@@ -101,5 +101,5 @@ def work(problem: Problem, plan: Plan) -> cost.Work:
         returned_bytes=returned_bytes(early, plan),
         late_returned_bytes=returned_bytes(late, plan),
         next_returned_bytes=returned_bytes(next_, plan),
-        serial_optimizer=plan.windows.optimizer_buffers == 1,
+        serial_optimizer=plan.windows.serial_optimizer,
     )

@@ -918,6 +918,16 @@ def test_a_plan_for_another_dtype(nvme: Path) -> None:
     refused(Tiny(), ValueError, "the plan is for float32", "torch.bfloat16", nvme=nvme, plan=plan)
 
 
+def test_a_policy_that_did_not_make_the_plan(nvme: Path) -> None:
+    plan = plan_of(Tiny(), nvme, policy="keep")
+    words = ("policy is 'fuyou'", "'keep' made the plan", "leave one of them out")
+    refused(Tiny(), ValueError, *words, nvme=nvme, plan=plan, policy="fuyou", compute_dtype=torch.float32)
+    for policy in ("keep", "lohan"):
+        model = streamed(Tiny(), nvme, plan=plan, policy=policy)
+        assert lohan_fx.prepare(model, batch()).policy == "keep"
+        lohan_fx.release(model)
+
+
 def test_a_plan_of_another_model(nvme: Path) -> None:
     plan = plan_of(nn.Sequential(Tiny().layers[0], nn.GELU(), nn.Linear(WIDTH, 1)), nvme, policy="keep")
     assert plan.activations

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lohan_fx
-from lohan_fx.capture import prepare_dynamo
-from lohan_fx.errors import OffloadedParameterError, StepError
+from lohan_fx.capture import FLAT, prepare_dynamo
+from lohan_fx.errors import CaptureError, OffloadedParameterError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.out_of_core_optimizer import OutOfCoreOptimizer
 from tests.end_to_end.models import GPT2_SHALLOW, LLAMA, PERCEPTRON, Case, tokens, vectors
@@ -377,6 +377,44 @@ def _dropped(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_branch_that_draws_is_not_taken_again(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
     _assert_exact(Branching, losses_outside, hw, tmp_path, policy)
+
+
+class Layer(nn.Module):
+    """Marked to be compiled once for all calls of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(24, 48), nn.Linear(48, 24), nn.Dropout(0.2)
+
+    @torch.compiler.nested_compile_region  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return x, x
+
+
+@pytest.mark.skipif(not FLAT, reason="this version of PyTorch leaves marked layers graphs of their own")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_marked_to_be_compiled_once(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
+    _assert_exact(Marked, losses_outside, hw, tmp_path, policy)
+
+
+def test_marked_layers_that_stay_graphs_of_their_own(
+    hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lohan_fx.compiled_model.FLAT", {})
+    model = lohan_fx.compile(Marked(), hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="2GiB")
+    with lohan_fx.releasing(model), pytest.raises(CaptureError, match=r"nested_compile_region.*take that mark away"):
+        model(torch.randn(4, 24))
 
 
 class Registers(nn.Module):

@@ -583,6 +583,8 @@ def test_steps_are_counted_exactly_whatever_the_default_dtype(fused: bool, model
         ({"lr": float("nan")}, "lr is nan: expected zero or more"),
         ({"eps": -1.0}, r"eps is -1\.0: expected zero or more"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1\.0: expected \[0, 1\)"),
+        ({"betas": (0.9,)}, r"betas is \(0\.9,\): expected two numbers"),
+        ({"betas": 0.9}, r"betas is 0\.9: expected two numbers"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0\.1: expected \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay is -1: expected zero or more"),
         ({"amsgrad": True}, "amsgrad=True is not supported.*use amsgrad=False"),

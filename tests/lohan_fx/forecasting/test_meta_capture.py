@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
+from lohan_fx.capture import FLAT
 from lohan_fx.errors import CaptureError
 from lohan_fx.forecasting.equal_blocks import equal_blocks
 from lohan_fx.forecasting.forecast import Asked, make_request
@@ -228,6 +229,14 @@ def sharing(*shared: tuple[int, int]) -> Blocks:
     return model
 
 
+class MarkedBlock(Block):
+    """To be compiled once for all calls of it."""
+
+    @torch.compiler.nested_compile_region  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 def of_vectors(model: nn.Module) -> MetaCapture:
     return meta_capture(model, {"x": torch.zeros(2, 8)}, compute_dtype=torch.bfloat16)
 
@@ -267,6 +276,20 @@ def test_blocks_that_do_not_have_their_parameters_for_themselves(make: Callable[
     assert found.notes == (f"every block was traced: {note}",)
     names = [name for name, _ in make().named_parameters()]
     assert {p.name: p.slot for p in found.parameters.values()} == {name: slot for slot, name in enumerate(names)}
+
+
+@pytest.mark.skipif(not FLAT, reason="this version of PyTorch leaves marked layers graphs of their own")
+def test_blocks_marked_to_be_compiled_once_are_traced_whole() -> None:
+    marked = Blocks()
+    marked.layers = nn.ModuleList(MarkedBlock(number, lambda number: None) for number in range(7))
+    found, expected = of_vectors(marked), of_vectors(Blocks())
+    # PyTorch says of all of them that they are in the first one.
+    assert found.notes == ("every block was traced: layers.2 computes nothing by itself",) and expected.notes == ()
+    targets = [
+        [node.target for node in each.joint.graph.nodes if node.op == "call_function"] for each in (found, expected)
+    ]
+    assert targets[0] == targets[1]
+    assert found.parameters == expected.parameters
 
 
 def test_blocks_that_differ_in_a_setting_are_not_equal() -> None:
