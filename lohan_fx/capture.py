@@ -226,8 +226,9 @@ def parameters_of(graph: GraphModule, found: dict[int, ParameterInput]) -> dict[
 
 
 def refuse_regions(gm: GraphModule) -> None:
-    """Parts of a Dynamo graph that are graphs of their own, and are not ``FLAT`` in this version of PyTorch."""
-    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in gm.graph.nodes):
+    """Parts of a Dynamo graph, at any depth, that are graphs of their own, and not ``FLAT`` in this version of PyTorch."""
+    graphs = [part.graph for part in gm.modules() if isinstance(part, GraphModule)]
+    if any(graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph) for graph in graphs):
         raise CaptureError(
             "the model has parts under torch.compiler.nested_compile_region, and this version of PyTorch cannot make them parts "
             "of the graph around: use PyTorch 2.13, or take that mark away (equal layers are planned as that without it)"

@@ -392,27 +392,38 @@ class Layer(nn.Module):
 
 
 class Marked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, under_checkpoint: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.under_checkpoint = under_checkpoint
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = checkpoint(self._all, x, use_reentrant=False) if self.under_checkpoint else self._all(x)
+        return x, x
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x, x
+        return x
 
 
 @pytest.mark.skipif(not FLAT, reason="this version of PyTorch leaves marked layers graphs of their own")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_layers_marked_to_be_compiled_once(policy: str, hw: HardwareProfile, tmp_path: Path) -> None:
-    _assert_exact(Marked, losses_outside, hw, tmp_path, policy)
+@pytest.mark.parametrize("under_checkpoint", [False, True])
+def test_layers_marked_to_be_compiled_once(
+    under_checkpoint: bool, policy: str, hw: HardwareProfile, tmp_path: Path
+) -> None:
+    make = functools.partial(Marked, under_checkpoint=under_checkpoint)
+    _assert_exact(make, losses_outside, hw, tmp_path, policy)
 
 
+@pytest.mark.parametrize("under_checkpoint", [False, True])
 def test_marked_layers_that_stay_graphs_of_their_own(
-    hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    under_checkpoint: bool, hw: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lohan_fx.compiled_model.FLAT", {})
-    model = lohan_fx.compile(Marked(), hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="2GiB")
+    model = Marked(under_checkpoint=under_checkpoint)
+    lohan_fx.compile(model, hw, nvme=tmp_path, compute_dtype=torch.float32, host_memory="2GiB")
     with lohan_fx.releasing(model), pytest.raises(CaptureError, match=r"nested_compile_region.*take that mark away"):
         model(torch.randn(4, 24))
 
