@@ -123,7 +123,9 @@ class CompiledModel:
         # The model's own parameters were there before ``compile``, and are gone.
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
-        engine.resident_limit = ResidentLimit(limit_bytes - STEP_BYTES, self._give_back_at_limit, engine.growth_bytes)
+        engine.resident_limit = ResidentLimit(
+            limit_bytes - STEP_BYTES, self._give_back_at_limit, engine.growth_bytes, engine.coming_bytes
+        )
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
         self._maps_large_values = False

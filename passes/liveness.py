@@ -195,17 +195,11 @@ def _moments(
     """
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
-    updated_here = {p.name for p in plan.parameters if is_updated_here(p, plan.device)}
     swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Gradients(plan.windows.gradient_bytes, transit)
     up_to: dict[object, int] = {}  # slot -> all bytes sent until its activation was, itself included
     sent_bytes = gone_bytes = 0
     for half, gm in halves.graphs():
-        leaves = {
-            storage_of(n.all_input_nodes[0]): n
-            for op in _SENDING
-            for n in gm.graph.find_nodes(op="call_function", target=op)
-            if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
-        }
+        leaves = _leaves(gm, plan)
         for node, during, _, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(half, ()), scratch):
             name = "inputs" if node is None else node.name
             # What is handed over is alive until that op has run, beside what was handed over before.
@@ -224,6 +218,17 @@ def _moments(
             elif node.target is ops.WAIT and (start := node.all_input_nodes[0]).target is ops.SWAP_IN:
                 gone_bytes = max(gone_bytes, up_to.get(start.args[1], 0))
                 swaps.sent_bytes = sent_bytes - gone_bytes
+
+
+def _leaves(gm: GraphModule, plan: Plan) -> dict[Node, Node]:
+    """Storage -> the node that hands it to a transfer, which may have it for some time."""
+    updated_here = {p.name for p in plan.parameters if is_updated_here(p, plan.device)}
+    return {
+        storage_of(n.all_input_nodes[0]): n
+        for op in _SENDING
+        for n in gm.graph.find_nodes(op="call_function", target=op)
+        if op is ops.SWAP_OUT or meta.origin(n) not in updated_here
+    }
 
 
 def is_updated_here(p: ParameterPlan, device: str) -> bool:
@@ -248,21 +253,24 @@ def rises(
     halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING, scratch: bool = True
 ) -> dict[str, dict[ops.Look, int]]:
     """By half, and by op and slot: how much more than before the fetch of that parameter, or before its gradient leaves, is
-    alive at the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, without what is
-    leaving."""
+    alive at the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, but of what is
+    leaving all that was handed over there or since: whoever looks sees what else has not left."""
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
     held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
     found: dict[str, dict[ops.Look, int]] = {}
     for name, gm in halves.graphs():
         look: ops.Look = None
-        base = before = 0
+        base = before = leaving = 0
         half = found[name] = {None: 0}
-        for node, during, after, _ in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ()), scratch):
+        leaves = _leaves(gm, plan)
+        for node, during, after, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(name, ()), scratch):
             if node is None:
                 base = during
             elif node.target in (ops.FETCH, ops.OFFLOAD_GRAD):
                 look, base = (cast(torch._ops.OpOverload, node.target), cast(int, node.args[1])), before
-            half[look] = max(half.get(look, 0), during - base)
+                leaving = 0
+            half[look] = max(half.get(look, 0), during + leaving - base)
+            leaving += sum(nbytes for storage, nbytes in dead if storage in leaves)
             before = after
     return found
 

@@ -46,6 +46,8 @@ from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.runtime.write_back import write_back
 
 OPTIMIZER_STATES = "optimizer states"
+FILLING_STEPS = 2
+"""After these it is known how many buffers lanes use: gradients that a first step holds are applied in the forward after it."""
 """What ``restored`` calls the moments of all parameters."""
 
 _LOG = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Engine:
         self.workspace, self.room = Workspace(), Room()
         self._activation_slots: list[int] = []
         self._machine: Machine | None = None
-        self._closed = self._ended = False
+        self._closed = self._ended = self._has_gradients = False
         self._calling = threading.RLock()
         self._process = os.getpid()
         ops.bind(self.slots, self)
@@ -250,6 +252,7 @@ class Engine:
         self._refuse_if_inherited()
         with self.updates.backward(reached):
             self.on_stage("backward")
+            self._has_gradients = True
             self.updates.settle_held()
             # Now, because after the first update a failed activation would leave the step half done.
             self._swap.raise_failure()
@@ -363,6 +366,18 @@ class Engine:
             self._machine.landing.growth_bytes(rise.brought_bytes) if self._machine is not None else rise.brought_bytes
         )
         return rise.heap_bytes + brought + self.room.growth_bytes(rise.outliving_bytes)
+
+    def coming_bytes(self) -> int:
+        """By how much the process grows as what is being read arrives; while it is not known yet how many of their buffers the
+        lanes use, by the others too. Any thread."""
+        if self._machine is None:
+            return 0
+        coming_bytes = self._machine.landing.coming_bytes()
+        return coming_bytes + (self._machine.pool.unused_bytes() if self._fills_buffers() else 0)
+
+    def _fills_buffers(self) -> bool:
+        """Whether these are the first steps."""
+        return self._has_gradients and self.updates.finished < FILLING_STEPS
 
     def memory_use(self) -> MemoryUse:
         """What is in host memory now. Any thread."""

@@ -48,14 +48,15 @@ class HostArena:
             assert self._memory is None, "an arena has one stretch of memory"
             self._memory, self._holes = memory, [(0, memory.numel())]
 
-    def take(self, nbytes: int, prefers: Callable[[int, int], bool] = lambda offset, nbytes: True) -> Region | None:
-        """A place of ``nbytes``, or None: the first of those that ``prefers(offset, bytes)``, else the first."""
+    def take(self, nbytes: int, worth: Callable[[int, int], int] = lambda offset, nbytes: 0) -> Region | None:
+        """A place of ``nbytes``, or None: of the holes with room for it the one of most ``worth(offset, bytes)``, the first of
+        equal ones."""
         wanted = page_padded_bytes(nbytes)
         with self._lock:
             fitting = [index for index, (_, size) in enumerate(self._holes) if size >= wanted]
             if not fitting or self._memory is None:
                 return None
-            index = next((i for i in fitting if prefers(self._holes[i][0], wanted)), fitting[0])
+            index = max(fitting, key=lambda i: worth(self._holes[i][0], wanted))
             offset, size = self._holes[index]
             self._holes[index : index + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
             return Region(self._memory, offset, nbytes, wanted)

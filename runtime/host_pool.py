@@ -205,6 +205,13 @@ class HostPool:
         with self._changed:
             return self._shelf(purpose).peak
 
+    def unused_bytes(self) -> int:
+        """Of the buffers that were never out, which are not in RAM yet; 0 where all are pinned."""
+        if self._pinned:
+            return 0
+        with self._changed:
+            return sum((shelf.count - shelf.peak) * shelf.bytes_each for shelf in self._shelves.values())
+
     def places(self) -> dict[str, tuple[int, int]]:
         """(address, bytes) of the buffers of each purpose; nothing once closed. They are in RAM as far as they were touched."""
         with self._changed:

@@ -34,6 +34,7 @@ def read_in_place(
         except BaseException as error:
             arrival.part_done(error)
             raise
+        machine.landing.arrived(memory.data_ptr(), nbytes)
         arrival.part_done()
 
     machine.ssd.submit(read, priority=priority, label=arrival.label)

@@ -8,8 +8,9 @@ much beyond the limit is passed, and after twice as much each time that it asked
 memory, the limit is passed for good.
 So it is not asked while the process grows by as much as it is beyond the limit, with all given back, and ``STEP_BYTES``;
 where giving back helps, or below the limit, the first step counts again. What the graph takes until the next look counts as
-taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters. Of what it takes in a ``Room``, only
-as much as was not in RAM yet: what is free there would be given back to be cleared by the kernel again at once.
+taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters; and so does what was asked for
+earlier and has not arrived. Of what it takes in a ``Room``, only as much as was not in RAM yet: what is free there would be given
+back to be cleared by the kernel again at once.
 """
 
 from __future__ import annotations
@@ -45,14 +46,18 @@ _NO_RISE = Rise(0, 0, 0)
 class ResidentLimit:
     """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never.
     ``STEP_BYTES`` more is what should never be passed. ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)``
-    or less."""
+    or less. ``coming_bytes()``: by how much it grows as what was asked for before arrives."""
 
     def __init__(
-        self, limit_bytes: int | None, give_back: Callable[[], None], growth_bytes: Callable[[Rise], int] = sum
+        self,
+        limit_bytes: int | None,
+        give_back: Callable[[], None],
+        growth_bytes: Callable[[Rise], int] = sum,
+        coming_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._promised_bytes = self._limit_bytes = limit_bytes
         self._give_back = give_back
-        self._growth_bytes = growth_bytes
+        self._growth_bytes, self._coming_bytes = growth_bytes, coming_bytes
         self._again_bytes = 0
         self._step_bytes = STEP_BYTES
         self._rises: Rises = {}
@@ -72,7 +77,7 @@ class ResidentLimit:
         if self._limit_bytes is None or self._promised_bytes is None:
             return
         rise_bytes = sum(rise := self._rises.get(at, _NO_RISE))
-        before_bytes = resident_bytes()
+        before_bytes = resident_bytes() + self._coming_bytes()
         if before_bytes + rise_bytes > self._limit_bytes:
             rise_bytes = self._growth_bytes(rise)
         never_bytes = self._promised_bytes + STEP_BYTES
@@ -81,7 +86,7 @@ class ResidentLimit:
         if before_bytes + rise_bytes <= max(self._limit_bytes, self._again_bytes):
             return
         self._give_back()
-        after_bytes = resident_bytes()
+        after_bytes = resident_bytes() + self._coming_bytes()
         in_vain = before_bytes - after_bytes < IN_VAIN_BYTES
         if not in_vain:
             self._step_bytes = STEP_BYTES

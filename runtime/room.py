@@ -5,7 +5,7 @@ value itself. And what a graph makes and leaves behind is written where it stays
 take them back, a fault each time; its pages are small ones, and its holes cannot be foreseen.
 
 Guarantees: a place is free again when the last view of its value died; where nothing is free, the heap takes the value.
-Resident as far as touched, and what was touched is taken first. Any thread. Assumes: what is read into a place has arrived
+Resident as far as touched, and where most was touched is taken first. Any thread. Assumes: what is read into a place has arrived
 before its value dies (``ops.expect`` holds it).
 """
 
@@ -17,6 +17,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -34,6 +35,21 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
+@dataclass
+class _Coming:
+    """Of a value that is being read: ``nbytes`` are not there yet, for which the system will have to make so many new pages."""
+
+    nbytes: int
+    untouched_bytes: int
+
+    def arrived(self, nbytes: int) -> bool:
+        """Whether with ``nbytes`` more all is there."""
+        nbytes = min(nbytes, self.nbytes)
+        self.untouched_bytes -= self.untouched_bytes * nbytes // self.nbytes
+        self.nbytes -= nbytes
+        return not self.nbytes
+
+
 class Room:
     """Places for values; for none until some are foreseen (``reserve``)."""
 
@@ -48,6 +64,7 @@ class Room:
         self._arena = HostArena(None)
         self._touched = bytearray()  # by huge page, 1 where a value has lain since the system had it last
         self._left: deque[Region] = deque()
+        self._coming: dict[int, _Coming] = {}  # by the address of what is read into
 
     def reserve(self, nbytes: int) -> None:
         """``nbytes`` of values will live in it at once, or what was said before if that is more. Counts from the next value
@@ -59,7 +76,7 @@ class Room:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A dense CPU tensor that begins on a page, and all its pages as uint8: what O_DIRECT reads into."""
         nbytes = page_padded_bytes(shape.numel() * dtype.itemsize)
-        memory = self._place(nbytes)
+        memory = self._place(nbytes, comes=True)
         if memory is not None:
             # Each call of torch lets other threads have the interpreter, and waits to get it back; ``frombuffer`` does not.
             value = torch.frombuffer(memory, dtype=dtype, count=shape.numel())
@@ -79,19 +96,24 @@ class Room:
             return torch.empty_strided(shape, stride, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype, count=elements).as_strided_(shape, stride)
 
-    def _place(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
-        """Memory of ``nbytes`` that nobody else has, or None; the death of what is made of it frees the place."""
+    def _place(self, nbytes: int, *, comes: bool = False) -> ctypes.Array[ctypes.c_uint8] | None:
+        """Memory of ``nbytes`` that nobody else has, or None; the death of what is made of it frees the place. ``comes``: it is
+        read from somewhere, which ``arrived`` is told."""
         if nbytes < LEAST_BYTES:
             return None
         with self._lock:
             self._clear()
             if self._foreseen_bytes > self._nbytes and not self._values:
                 self._map()
-            region = self._arena.take(nbytes, self._is_touched)
+            region = self._arena.take(nbytes, self._touched_bytes)
             if region is None:
                 return None
             self._values += 1
-            self._mark(region.offset // HUGE_PAGE_BYTES, -(-(region.offset + nbytes) // HUGE_PAGE_BYTES), touched=True)
+            begin, end = region.offset // HUGE_PAGE_BYTES, -(-(region.offset + nbytes) // HUGE_PAGE_BYTES)
+            if comes:
+                untouched_bytes = self._touched[begin:end].count(0) * HUGE_PAGE_BYTES
+                self._coming[self._address + region.offset] = _Coming(nbytes, untouched_bytes)
+            self._mark(begin, end, touched=True)
             memory = (ctypes.c_uint8 * nbytes).from_address(self._address + region.offset)
             # Storages hold ``memory``, and nobody else does. The collector may run this anywhere, also on a thread that
             # holds a lock; so it only takes a note.
@@ -111,8 +133,22 @@ class Room:
 
     def _clear(self) -> None:
         while self._left:
-            self._arena.give_back(self._left.popleft())
+            region = self._left.popleft()
+            self._coming.pop(self._address + region.offset, None)  # it has failed
+            self._arena.give_back(region)
             self._values -= 1
+
+    def arrived(self, address: int, nbytes: int) -> None:
+        """``nbytes`` more have come, or never will, of the value at ``address``, which ``on_pages`` has made."""
+        with self._lock:
+            coming = self._coming.get(address)
+            if coming is not None and coming.arrived(nbytes):
+                del self._coming[address]
+
+    def coming_bytes(self) -> int:
+        """By how much the process will grow as what is being read arrives: pages that the system has to make for it."""
+        with self._lock:
+            return sum(coming.untouched_bytes for coming in self._coming.values())
 
     def place(self) -> tuple[int, int]:
         """(address, bytes) of the stretch, in RAM as far as it was touched; (0, 0) for none."""
@@ -120,14 +156,14 @@ class Room:
             return (self._address, self._nbytes) if self._region is not None else (0, 0)
 
     def growth_bytes(self, nbytes: int) -> int:
-        """By how much the process grows as ``nbytes`` of values come to lie in it, if they lie together: by what the longest free
-        stretch in RAM lacks, which the room has elsewhere, or the heap."""
+        """By how much the process grows as ``nbytes`` of values come to lie in it, if they lie together: by what the longest
+        stretch in RAM lacks of those with room for them; where none has, by what the longest one lacks, which the room has
+        elsewhere, or the heap."""
         with self._lock:
             self._clear()
-            return max(0, nbytes - max((self._touched_bytes(*hole) for hole in self._arena.holes()), default=0))
-
-    def _is_touched(self, offset: int, nbytes: int) -> bool:
-        return self._touched_bytes(offset, nbytes) == nbytes
+            holes = self._arena.holes()
+            roomy = [hole for hole in holes if hole[1] >= nbytes] or holes
+            return max(0, nbytes - max((self._touched_bytes(*hole) for hole in roomy), default=0))
 
     def _touched_bytes(self, offset: int, nbytes: int) -> int:
         """Of a hole, in one stretch from its beginning."""
@@ -152,4 +188,5 @@ class Room:
             self._foreseen_bytes = self._nbytes = self._values = 0
             self._region, self._touched = None, bytearray()
             self._arena = HostArena(None)
+            self._coming = {}
             self._left = deque()  # what still lives takes its note elsewhere

@@ -73,19 +73,26 @@ def measured(found: Captured, halves: Halves, *, resident: bool) -> dict[str, Pe
 
 
 class Looks(Meter):
-    """Measures, from each fetch and each gradient that leaves (and from the beginning) to the next, how far memory rises."""
+    """Measures, from each fetch and each gradient that leaves (and from the beginning) to the next, how far memory rises where
+    nothing that is handed over meanwhile has left before the end."""
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        before = self.alive(None)
         if self.found is None:
-            self.look, self.base, self.rises = None, before, {None: 0}
+            self.handed_over: list[torch.Tensor] = []
+            self.look, self.base, self.rises = None, self.alive(None), {None: 0}
         if n.target in (ops.FETCH, ops.OFFLOAD_GRAD):
-            self.look, self.base = (n.target, n.args[1]), before
+            self.handed_over.clear()
+            self.look, self.base = (n.target, n.args[1]), self.alive(None)
+        if n.target in (ops.SWAP_OUT, ops.OFFLOAD_GRAD):
+            self.handed_over.append(self.env[n.all_input_nodes[0]])
         result = super().run_node(n)
         self.rises[self.look] = max(self.rises.get(self.look, 0), self.alive(result) - self.base)
         return result
+
+    def alive(self, result: Any) -> int:
+        return super().alive((result, self.handed_over))
 
 
 @pytest.mark.parametrize("name", MODELS)

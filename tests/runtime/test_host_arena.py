@@ -67,7 +67,7 @@ def test_an_arena_of_nothing() -> None:
     assert HostArena(None).take(1) is None
 
 
-def test_of_several_places_the_one_that_is_preferred() -> None:
+def test_of_several_places_the_one_of_most_worth() -> None:
     arena = HostArena(torch.empty(6 * PAGE_BYTES, dtype=torch.uint8))
     regions = [arena.take(PAGE_BYTES) for _ in range(6)]
     for index in (0, 2, 4):
@@ -76,11 +76,11 @@ def test_of_several_places_the_one_that_is_preferred() -> None:
         arena.give_back(region)
     asked: list[tuple[int, int]] = []
 
-    def prefers(offset: int, nbytes: int) -> bool:
+    def worth(offset: int, nbytes: int) -> int:
         asked.append((offset, nbytes))
-        return offset == 4 * PAGE_BYTES
+        return offset
 
-    preferred, first = arena.take(PAGE_BYTES - 1, prefers), arena.take(PAGE_BYTES, lambda offset, nbytes: False)
-    assert preferred is not None and first is not None
+    most, first = arena.take(PAGE_BYTES - 1, worth), arena.take(PAGE_BYTES, lambda offset, nbytes: 1)
+    assert most is not None and first is not None
     assert asked == [(place * PAGE_BYTES, PAGE_BYTES) for place in (0, 2, 4)]
-    assert (preferred.offset, first.offset) == (4 * PAGE_BYTES, 0)
+    assert (most.offset, first.offset) == (4 * PAGE_BYTES, 0)

@@ -210,9 +210,11 @@ def test_an_error_inside_a_with_block_is_not_hidden_by_buffers_that_are_out() ->
 
 def test_memory_becomes_resident_only_as_it_is_written_and_goes_at_close() -> None:
     pool = HostPool({"a": Reservation(16, 4 * MIB)})
+    assert pool.unused_bytes() == 16 * 4 * MIB
     first = pool.acquire("a")
     address = first.tensor.data_ptr()
     assert resident_bytes_at(address) == 0
+    assert pool.unused_bytes() == 15 * 4 * MIB
     first.tensor.fill_(1)
     first.release()
     resident = resident_bytes_at(address)
@@ -220,6 +222,7 @@ def test_memory_becomes_resident_only_as_it_is_written_and_goes_at_close() -> No
     # The warm buffer comes back first, so a light user of the pool stays light.
     again = pool.acquire("a")
     assert again.tensor.data_ptr() == address
+    assert pool.unused_bytes() == 15 * 4 * MIB
     again.release()
     pool.close()
     assert resident_bytes_at(address) is None

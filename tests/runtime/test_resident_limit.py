@@ -152,6 +152,17 @@ def test_what_has_memory_already_does_not_count_twice(monkeypatch: pytest.Monkey
     assert asked == [LIMIT - 10]
 
 
+def test_what_was_asked_for_earlier_and_has_not_arrived_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, coming, asked = LIMIT - 10, [10], list[int]()
+    monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now)
+    limit = ResidentLimit(LIMIT, lambda: asked.append(coming[0]), coming_bytes=lambda: coming[0])
+    limit.look(FETCHED)
+    assert not asked
+    coming[0] = 11
+    limit.look(FETCHED)
+    assert asked == [11]
+
+
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_limit, "resident_bytes", lambda: pytest.fail("looked"))
     ResidentLimit(None, lambda: pytest.fail("asked")).look(None)

@@ -96,6 +96,42 @@ def test_what_is_in_ram_is_taken_first_and_nothing_grows_by_it() -> None:
     del second
 
 
+def test_what_is_being_read_into_new_pages_is_coming_until_it_has_arrived_or_died() -> None:
+    room = room_of(8 * HUGE_PAGE_BYTES)
+    first, second = value_in(room, 2), value_in(room, 1)
+    assert room.coming_bytes() == 3 * HUGE_PAGE_BYTES
+    for _ in range(4):
+        before = room.coming_bytes()
+        room.arrived(first.data_ptr(), HUGE_PAGE_BYTES // 2)
+        assert room.coming_bytes() == before - HUGE_PAGE_BYTES // 2
+    room.arrived(first.data_ptr(), HUGE_PAGE_BYTES)  # of nothing that is coming
+    assert room.coming_bytes() == HUGE_PAGE_BYTES
+    begin = first.data_ptr()
+    del first, second  # whose read has failed
+    gc.collect()
+    third = value_in(room, 2)
+    assert third.data_ptr() == begin and room.coming_bytes() == 0, "its pages are in RAM"
+    made = room.dense(torch.Size((2 * HUGE_PAGE_BYTES,)), (1,), torch.uint8)
+    assert inside(room, made) and room.coming_bytes() == 0, "nobody reads it from anywhere"
+
+
+def test_what_is_in_ram_where_there_is_no_room_keeps_nothing_from_growing() -> None:
+    room = room_of(8 * HUGE_PAGE_BYTES)
+    small, between, _ = value_in(room, 1), value_in(room, 1), value_in(room, 1)
+    large = value_in(room, 3)
+    begin = large.data_ptr()
+    room.return_free_memory()
+    del small, large
+    gc.collect()
+    assert room.growth_bytes(HUGE_PAGE_BYTES) == 0
+    again = value_in(room, 0.5)  # of two holes in RAM the first
+    assert again.data_ptr() < between.data_ptr()
+    assert room.growth_bytes(4 * HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    larger = value_in(room, 4)
+    assert larger.data_ptr() == begin and room.coming_bytes() >= HUGE_PAGE_BYTES
+    del again, larger
+
+
 def test_where_it_is_full_the_heap_grows() -> None:
     room = room_of(ROOM_BYTES)
     values = [value_in(room, 1) for _ in range(4)]
