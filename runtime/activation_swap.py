@@ -227,7 +227,8 @@ class ActivationSwap:
         pieces = [(0, away.nbytes)] if away.region is not None else machine.pieces(away.nbytes)
         back = Arrival(f"swap_in of {tuple(away.shown)}", len(pieces))
         back.then(functools.partial(self._give_up_place, away))
-        back.then(functools.partial(machine.landing.arrived, value.data_ptr(), away.nbytes))
+        if memory is not None:
+            back.then(functools.partial(machine.landing.arrived, value.data_ptr(), away.nbytes))
         # Reads start only when the writes are done; chained, so that no ssd thread blocks on another one's job.
         start = functools.partial(self._start_read, away, back, flat, memory is not None, machine.passing())
         away.left.then(functools.partial(self._return, away, back, pieces, start))

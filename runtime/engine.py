@@ -46,9 +46,9 @@ from lohan_fx.runtime.workspace import Workspace
 from lohan_fx.runtime.write_back import write_back
 
 OPTIMIZER_STATES = "optimizer states"
+"""What ``restored`` calls the moments of all parameters."""
 FILLING_STEPS = 2
 """After these it is known how many buffers lanes use: gradients that a first step holds are applied in the forward after it."""
-"""What ``restored`` calls the moments of all parameters."""
 
 _LOG = logging.getLogger(__name__)
 
