@@ -17,8 +17,6 @@ from tests.end_to_end.recipes import LR, profile_of
 
 STEPS = 3
 BATCH, TOKENS = 8, 512
-DTYPE = torch.float32
-"""Everywhere: in 16 bits, which not every machine has, activations of three forwards fit without any plan for them."""
 LLAMA = {
     "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "use_cache": False,
@@ -26,13 +24,13 @@ LLAMA = {
 """Narrow: few operations per byte of activations. The logits take 16 MiB, which a heap has holes for."""
 
 
-def main(nvme: Path, host_memory: str, calls: str, said: str) -> None:
+def main(nvme: Path, host_memory: str, calls: str, said: str, dtype: str) -> None:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     batches = torch.randint(0, LLAMA["vocab_size"], (int(calls), BATCH, TOKENS))
     options = {"nvme": nvme, "host_memory": host_memory, "revise": False, "forwards": int(said)}
-    lohan_fx.compile(model, profile_of("cpu"), compute_dtype=DTYPE, **options)
+    lohan_fx.compile(model, profile_of("cpu"), compute_dtype=getattr(torch, dtype), **options)
     losses, peaks = [], []
     with lohan_fx.releasing(model), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
