@@ -60,7 +60,7 @@ def train(args: argparse.Namespace, harness: ModuleType, options: argparse.Names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         memory = {"host_memory": host_memory, "device_memory": args.device_memory}
-        lohan_fx.compile(model, hw, nvme=[args.nvme], plan=plan, **memory)
+        lohan_fx.compile(model, hw, nvme=[args.nvme], plan=plan, loss_only=True, **memory)
     optimizer = lohan_fx.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=options.wd,
         fused=True, accumulation_steps=1,

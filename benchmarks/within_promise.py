@@ -96,7 +96,8 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     def steps() -> None:
         for _ in range(STEPS):
             for _ in range(args.accumulation):
-                loss = model(input_ids=tokens, labels=tokens).loss / args.accumulation
+                outputs = model(input_ids=tokens, labels=tokens)  # held until the next ones are there
+                loss = outputs.loss / args.accumulation
                 loss.backward()
             if args.clip:
                 lohan_fx.clip_grad_norm_(model, 1.0)

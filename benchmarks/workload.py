@@ -270,7 +270,7 @@ def streamed(
     nvme.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"compute_dtype": getattr(torch, workload.dtype), **options}
+        options = {"compute_dtype": getattr(torch, workload.dtype), "loss_only": True, **options}
         lohan_fx.compile(model, hw, nvme=[nvme], hold_gradients=None if max_norm is None else True, **options)
     optimizer = lohan_fx.AdamW(model.parameters(), lr=LR, fused=True, accumulation_steps=1)
     try:

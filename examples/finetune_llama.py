@@ -317,7 +317,8 @@ def run(args: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = f"Llama, {parameters / 1e6:.3g}M parameters"
     print(f"{size}: {format_bytes(14 * parameters)} with optimizer states; {text}", flush=True)
-    lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, policy=args.policy, compute_dtype=dtype)
+    options = {"policy": args.policy, "compute_dtype": dtype, "loss_only": True}  # ``train`` lets go of the logits
+    lohan_fx.compile(model, hw, nvme=args.nvme, host_memory=args.host_memory, **options)
     with lohan_fx.releasing(model):
         done = run_streamed(model, text, args)
     compared = compare(args, done) if args.compare else None

@@ -131,7 +131,7 @@ class _Capture:
         self._plan = plan
         self._kept = kept_output(halves, plan)
         self._sources.update(sources_of(halves))
-        model.room.reserve(outliving_bytes(halves, plan) + plan.waiting_bytes)
+        model.room.reserve(outliving_bytes(halves, plan) + (plan.forwards - 1) * plan.kept_bytes)
         backward = halves.backward
         assert backward is not None
         # AOTAutograd would lower a copy of it as the first backward comes, beside all that its forward has kept.

@@ -62,6 +62,7 @@ def compile(
     resume_from_checkpoint: bool | Directories = False,
     hold_gradients: bool | None = None,
     forwards: int = 1,
+    loss_only: bool = False,
     dynamic: bool | None = None,
     initialize: Initialize | None = None,
     weights: Weights | None = None,
@@ -103,6 +104,9 @@ def compile(
             updates have run already.
         forwards: how many calls of the model wait for their backwards at once, such as two or three with a contrastive loss: each
             keeps its activations. What turns out to be more is counted by the plans that follow (docs/0047).
+        loss_only: the loop keeps nothing of what a call returns but the loss, as ``loss = model(**batch).loss`` and Hugging
+            Face's ``Trainer`` do. False: it may hold all of it until after the next call, as ``outputs = model(**batch)`` does,
+            and plans have room for that: the logits of a step beside its backward and the next forward (docs/0056).
         dynamic: whether the graphs that train hold for inputs of other sizes, as of ``torch.compile``. None: the second shape is
             traced so that smaller ones need no graphs of their own; True: the first one is, too; False: each shape gets graphs
             and a plan of its own, which may be faster. Larger ones are planned anew in any case (docs/0048).
@@ -119,7 +123,9 @@ def compile(
         WearBudgetExceeded: ``max_bytes_written`` does not even let the model be stored.
         StoreError: the store cannot be made; nothing is left behind, and the model is as it was.
     """
-    check_arguments(model, hw, compute_dtype, policy, plan, initialize, forwards, dynamic, revise, hold_gradients)
+    check_arguments(
+        model, hw, compute_dtype, policy, plan, initialize, forwards, loss_only, dynamic, revise, hold_gradients
+    )
     host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     device = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     max_written = None if max_bytes_written is None else parse_bytes(max_bytes_written, "max_bytes_written")
@@ -162,6 +168,7 @@ def compile(
         chooses_sizes=plan is None and not manifests,
         windows_of=windows_of,
         forwards=forwards,
+        loss_only=loss_only,
         dynamic=False if plan else dynamic,
     )
     with contextlib.ExitStack() as undo:

@@ -32,6 +32,7 @@ def check_arguments(
     plan: Plan | None,
     initialize: Initialize | None,
     forwards: int,
+    loss_only: bool,
     dynamic: bool | None,
     revise: bool,
     hold_gradients: bool | None,
@@ -68,6 +69,8 @@ def check_arguments(
         raise TypeError(f"initialize is a {type(initialize).__name__}: expected a function of a module")
     if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
         raise ValueError(f"forwards is {forwards!r}: expected how many wait for their backwards at once, at least 1")
+    if not isinstance(loss_only, bool):
+        raise TypeError(f"loss_only is {loss_only!r}: expected True or False")
     if dynamic not in (None, True, False):
         raise ValueError(f"dynamic is {dynamic!r}: expected True, False or None, as of torch.compile")
     if not isinstance(revise, bool):

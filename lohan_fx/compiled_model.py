@@ -39,6 +39,7 @@ from lohan_fx.planning.waiting_forwards import WaitingForwards
 from lohan_fx.process_memory import ProcessMemory
 from lohan_fx.reporting.memory_report import BETWEEN, TOLERATED_HOLE_BYTES, MemoryAccounts
 from lohan_fx.request import Request, settled
+from lohan_fx.returned_tensors import ReturnedTensors
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.interrupts import interrupt_waits
 from lohan_fx.runtime.lanes import DEFAULT_TIMEOUT_S
@@ -117,7 +118,8 @@ class CompiledModel:
         self._untidy_calls = 0
         self._calls = ModuleCalls(self._backend_for, request.dynamic)
         self._waiting = WaitingForwards()
-        self._warned = False
+        self._returned = ReturnedTensors()
+        self._warned = self._warned_of_outputs = False
         self._learns_forwards = request.plan is None
         self._forwards_before = request.forwards
         # The model's own parameters were there before ``compile``, and are gone.
@@ -250,6 +252,8 @@ class CompiledModel:
                 continue
             else:
                 self._has_captured(key, call, why, graphs)
+                if training and self._request.loss_only:
+                    self._returned.returned(returned)
                 return returned
             # Not before here: the error leads to all of the graph that has got no plan.
             self._let_shapes_go()
@@ -466,6 +470,7 @@ class CompiledModel:
 
     def _backward_begins(self, plan: Plan) -> None:
         step = self.engine.updates.finished
+        self._warn_if_outputs_are_held()
         over = self._waiting.backward_begins(plan, step)
         if over and not self._warned:
             self._warned = True
@@ -477,6 +482,18 @@ class CompiledModel:
                 f"may pass host_memory or device_memory by {over:,} bytes in this step; {then}",
                 stacklevel=2,
             )
+
+    def _warn_if_outputs_are_held(self) -> None:
+        """Of what ``compile`` was told the loop would not keep."""
+        if not self._request.loss_only or self._warned_of_outputs or not (nbytes := self._returned.held_bytes()):
+            return
+        self._warned_of_outputs = True
+        warnings.warn(
+            f"compile(loss_only=True) was told that the loop keeps nothing but the loss, and as the backward begins it holds "
+            f"{nbytes:,} bytes of what the model returned, by which host_memory or device_memory may be passed: leave loss_only "
+            "out, or let go of the rest (loss = model(**batch).loss)",
+            stacklevel=3,
+        )
 
     def corrected(self, plan: Plan) -> Prediction | None:
         """What ``plan`` is predicted to take at the rates that its first steps have corrected; None before, and for plans that

@@ -370,6 +370,8 @@ class Plan:
     """All decisions for one model at one input shape under one set of budgets, with the prediction.
 
     ``forwards``: how many of them wait for their backwards at once, each of which keeps its activations (docs/0047).
+    ``outputs_bytes``: what a call returns, in bytes. ``loss_only``: False where the caller may hold all of that until after the
+    next call, and the graphs' peak counts it (docs/0056).
     """
 
     policy: str
@@ -384,6 +386,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     division: Division | None = None
     forwards: int = 1
+    outputs_bytes: int = 0
+    loss_only: bool = True
 
     def __post_init__(self) -> None:
         if self.forwards < 1:
@@ -396,8 +400,9 @@ class Plan:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of the device's memory that the other ``forwards`` keep."""
-        return (self.forwards - 1) * self.kept_bytes
+        """Bytes of the device's memory that the other ``forwards`` keep, with what they have returned: it may be what their
+        backwards recompute from, whoever else holds it."""
+        return (self.forwards - 1) * (self.kept_bytes + self.outputs_bytes)
 
     def decision(self, node: str) -> Decision | None:
         """The decision for the forward value ``node``, or None where the plan does not speak of it."""

@@ -51,6 +51,8 @@ class Request:
     """The windows that another promise would get, for messages that name one; None: these."""
     forwards: int = 1
     """How many wait for their backwards at once."""
+    loss_only: bool = False
+    """Whether the loop holds nothing of what a call returns but the loss (docs/0056)."""
     dynamic: bool | None = None
     """As ``torch.compile`` takes it, for what trains."""
 
@@ -82,4 +84,5 @@ def node_seconds(request: Request) -> Callable[[Cost], float]:
 
 def plan_of_homes(request: Request) -> Plan:
     """The plan that decides only where parameters are."""
-    return homes_only(request.policy, request.compute_dtype, request.parameters, request.budgets, request.windows)
+    plan = homes_only(request.policy, request.compute_dtype, request.parameters, request.budgets, request.windows)
+    return dataclasses.replace(plan, loss_only=request.loss_only)

@@ -9,6 +9,9 @@ this graph holds (saved activations, tangents) die at their last use as well, be
 outputs, inputs that the caller holds and parameters at home on the device do not die. What a kernel takes beside what it makes
 lives while that op runs.
 
+What the forward has returned is the caller's. Where that may be more than the loss (``Plan.loss_only``), it is there while the
+backward runs, and what the call before returned while the next forward does: ``outputs = model(...)`` lets go of it at the end.
+
 What a ``swap_out`` or an ``offload_grad`` was the last to read stays until it has left. Nobody knows when that is, but
 no more of it is there at once than the plan's windows allow (``device_peaks``).
 """
@@ -139,8 +142,8 @@ class _Moment:
 
 
 def device_peaks(halves: Halves, plan: Plan, *, elsewhere: Mapping[str, Collection[str]] = _NOTHING) -> dict[str, Peak]:
-    """``peaks`` with what is leaving; ``end_bytes`` is what is alive during the last op. ``elsewhere``: by half, the
-    ops and inputs whose values do not count."""
+    """``peaks`` with what is leaving and what the caller holds; ``end_bytes`` is what is alive during the last op.
+    ``elsewhere``: by half, the ops and inputs whose values do not count."""
     most: dict[str, tuple[int, str]] = {}
     end_bytes: dict[str, int] = {}
     for half, node, nbytes in alive(halves, plan, elsewhere=elsewhere):
@@ -166,7 +169,7 @@ def alive(
 
 
 def device_peak(halves: Halves, plan: Plan) -> int:
-    """Most device bytes alive in either half, with what is on its way out and what other forwards keep."""
+    """Most device bytes alive in either half, with what is on its way out, what the caller holds and what other forwards keep."""
     return max(half.bytes for half in device_peaks(halves, plan).values()) + plan.waiting_bytes
 
 
@@ -194,7 +197,7 @@ def _moments(
     sent before it are gone.
     """
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
-    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    held, beside = _held(halves, plan), _beside(halves, plan, elsewhere)
     swaps, gradients = _Leaving(plan.windows.swap_out_bytes), _Gradients(plan.windows.gradient_bytes, transit)
     up_to: dict[object, int] = {}  # slot -> all bytes sent until its activation was, itself included
     sent_bytes = gone_bytes = 0
@@ -203,7 +206,8 @@ def _moments(
         for node, during, _, dead in _walk(gm, resident, halves.parameters, held, elsewhere.get(half, ()), scratch):
             name = "inputs" if node is None else node.name
             # What is handed over is alive until that op has run, beside what was handed over before.
-            yield half, _Moment(name, during, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
+            live_bytes = during + beside[half]
+            yield half, _Moment(name, live_bytes, gradients.bytes, swaps.sent_bytes, swaps.largest_bytes)
             for storage, nbytes in dead:
                 if storage in leaves and leaves[storage].target is ops.SWAP_OUT:
                     swaps.send(nbytes)
@@ -218,6 +222,36 @@ def _moments(
             elif node.target is ops.WAIT and (start := node.all_input_nodes[0]).target is ops.SWAP_IN:
                 gone_bytes = max(gone_bytes, up_to.get(start.args[1], 0))
                 swaps.sent_bytes = sent_bytes - gone_bytes
+
+
+def outputs_bytes(halves: Halves) -> int:
+    """Bytes of what the forward makes and returns to whoever called the model."""
+    return sum(meta.cost(storage).bytes for storage in _outputs(halves))
+
+
+def _outputs(halves: Halves) -> set[Node]:
+    """The storages that the forward makes and returns to its caller."""
+    return {storage for n in halves.returned("forward") if (storage := storage_of(n)).op == "call_function"}
+
+
+def _held(halves: Halves, plan: Plan) -> set[str]:
+    """The placeholders of either half that the caller holds to its end."""
+    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    if plan.loss_only:
+        return held
+    outputs = _outputs(halves)
+    return held | {n.name for n in halves.crossing() if storage_of(n) in outputs}
+
+
+def _beside(halves: Halves, plan: Plan, elsewhere: Mapping[str, Collection[str]]) -> Mapping[str, int]:
+    """By half, bytes of what the caller holds that is no value of this half: of the calls before, beside the forward; of this
+    call, beside the backward."""
+    if plan.loss_only:
+        return {"forward": 0, "backward": 0}
+    outputs = {storage for storage in _outputs(halves) if storage.name not in elsewhere.get("forward", ())}
+    read_again = {storage_of(n) for n in halves.crossing()}
+    before = plan.forwards * sum(meta.cost(storage).bytes for storage in outputs)
+    return {"forward": before, "backward": sum(meta.cost(storage).bytes for storage in outputs - read_again)}
 
 
 def _leaves(gm: GraphModule, plan: Plan) -> dict[Node, Node]:
@@ -256,7 +290,7 @@ def rises(
     alive at the most until the next such node; None stands for the beginning. Counted as in ``device_peaks``, but of what is
     leaving all that was handed over there or since: whoever looks sees what else has not left."""
     resident = {p.name for p in plan.parameters if p.home is Tier.DEVICE}
-    held = {n.name for n in halves.forward.graph.find_nodes(op="placeholder")}
+    held = _held(halves, plan)
     found: dict[str, dict[ops.Look, int]] = {}
     for name, gm in halves.graphs():
         look: ops.Look = None

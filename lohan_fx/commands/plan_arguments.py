@@ -65,6 +65,7 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         clipping=arguments.clipping,
         checkpoints=_checkpoints(arguments.checkpoints),
         forwards=count("--forwards", arguments.forwards) or 1,
+        loss_only=arguments.loss_only,
     )
 
 

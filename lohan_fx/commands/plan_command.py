@@ -120,6 +120,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="how many wait for their backwards at once, as with contrastive losses; each keeps its activations (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--loss-only",
+        action="store_true",
+        help="the loop keeps nothing of what a call returns but the loss, so logits have no room of their own",
+    )
+    parser.add_argument(
         "--checkpoints", default="0", metavar="COUNT",
         help="how many are kept, as in lohan_fx.compile; each takes the states' disk space once more (%(default)s)",
     )  # fmt: skip

@@ -49,7 +49,8 @@ PRICE_YEARS = 3
 class Asked:
     """What a forecast is for, the model aside. ``*_memory_bytes``: None for most of what the machine has. ``clipping``: by
     the global norm, for which all gradients wait, as they do for the loss scale of fp16. ``checkpoints``: how many are kept.
-    ``forwards``: how many wait for their backwards at once. ``notes``: what the user should know of ``hw``."""
+    ``forwards``: how many wait for their backwards at once. ``loss_only``: as of ``compile``.
+    ``notes``: what the user should know of ``hw``."""
 
     hw: HardwareProfile
     policy: str = "lohan"
@@ -60,6 +61,7 @@ class Asked:
     clipping: bool = False
     checkpoints: int = 0
     forwards: int = 1
+    loss_only: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -278,6 +280,7 @@ def make_request(capture: MetaCapture, asked: Asked) -> Request:
         holds=asked.clipping or asked.compute_dtype is torch.float16,
         windows_of=windows_of,
         forwards=asked.forwards,
+        loss_only=asked.loss_only,
     )
 
 

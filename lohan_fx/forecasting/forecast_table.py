@@ -227,6 +227,7 @@ def forecast_data(found: Forecast) -> dict[str, Any]:
         "division": _division_data(found.plan.division),
         "disk_bytes": found.disk_bytes,
         "forwards": found.asked.forwards,
+        "loss_only": found.asked.loss_only,
         "checkpoints": found.asked.checkpoints,
         "bytes_per_checkpoint": stored_bytes(found.plan),
         "nvme_read_bytes": prediction.nvme_read_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lohan_fx.cost import STATE_BYTES
 from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.plan import ParameterPlan, Plan, Swap, Tier
-from lohan_fx.planning.budgets import least_promise, staging_bytes
+from lohan_fx.planning.budgets import MIB, least_promise, staging_bytes
 from lohan_fx.planning.problem import ParameterFacts, Problem
 
 _AHEAD = ("fetch_bytes", "swap_in_bytes", "gradient_bytes", "swap_out_bytes")
@@ -130,9 +130,15 @@ def check(problem: Problem, plan: Plan, device_peak: int) -> None:
     raise InfeasiblePlan(
         f"policy {problem.policy!r} does not fit: "
         + "; ".join(lines)
-        + f". {graphs} {device_peak:,} bytes at once and staging "
+        + f". {graphs} {device_peak:,} bytes at once{_for_outputs(plan)} and staging "
         f"{budgets.fixed_bytes:,}: a smaller batch or sequence helps too"
     )
+
+
+def _for_outputs(plan: Plan) -> str:
+    if plan.loss_only or plan.outputs_bytes < MIB:
+        return ""
+    return f" (with room for the {plan.outputs_bytes:,} that a call returns, if the loop holds them: not with loss_only=True)"
 
 
 def _enough(problem: Problem, plan: Plan, over: Mapping[str, int]) -> dict[str, int]:

@@ -83,6 +83,8 @@ def build_plan(
         ),
         windows=problem.windows,
         forwards=problem.forwards,
+        outputs_bytes=problem.outputs_bytes,
+        loss_only=problem.loss_only,
     )
 
 

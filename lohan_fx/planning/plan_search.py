@@ -15,7 +15,7 @@ from lohan_fx.inductor import BOXED
 from lohan_fx.passes.activation_graph import activation_graph
 from lohan_fx.passes.assign_buffers import assignments, cleared_bytes
 from lohan_fx.passes.halves import Halves
-from lohan_fx.passes.liveness import device_peak, swap_out_room
+from lohan_fx.passes.liveness import device_peak, outputs_bytes, swap_out_room
 from lohan_fx.passes.schedule import schedule
 from lohan_fx.passes.step_ends import step_ends
 from lohan_fx.passes.traffic import fetch_counts, traffic
@@ -130,6 +130,8 @@ def _planned(rewrites: Rewrites, request: Request) -> Plan:
         launches=(costs.forward_launches, costs.backward_launches),
         windows_of=request.windows_of,
         forwards=request.forwards,
+        outputs_bytes=outputs_bytes(keeping),
+        loss_only=request.loss_only,
     )
     problem = _with_turn(problem, keeping, request)
     plan, problem = _running_ahead(make_plan(problem, request.hw), problem, rewrites, request)

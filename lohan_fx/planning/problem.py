@@ -79,6 +79,10 @@ class Problem:
     """The windows that a promise of so many bytes of host memory gets; None: these, whatever it is."""
     forwards: int = 1
     """How many wait for their backwards at once."""
+    outputs_bytes: int = 0
+    """What a forward returns."""
+    loss_only: bool = True
+    """Whether the caller holds nothing of that but the loss."""
     swaps: bool = True
     """Whether activations may be swapped."""
 

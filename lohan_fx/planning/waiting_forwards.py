@@ -22,10 +22,10 @@ keeps tokens."""
 
 
 def kept_bytes(plan: Plan) -> dict[str, int]:
-    """What a forward by ``plan`` leaves in memory for its backward, of the budgets "device" and "host"; a CPU's promise of
-    host memory covers its device memory."""
-    swapped = plan.bytes_of(Swap(Tier.HOST))
-    return {"device": plan.kept_bytes, "host": swapped + (plan.kept_bytes if plan.device == "cpu" else 0)}
+    """What a forward by ``plan`` leaves in memory for its backward and whoever called it, of the budgets "device" and "host"; a
+    CPU's promise of host memory covers its device memory."""
+    kept, swapped = plan.kept_bytes + plan.outputs_bytes, plan.bytes_of(Swap(Tier.HOST))
+    return {"device": kept, "host": swapped + (kept if plan.device == "cpu" else 0)}
 
 
 def kept_output(halves: Halves, plan: Plan) -> int | None:

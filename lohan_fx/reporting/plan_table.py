@@ -25,6 +25,7 @@ from lohan_fx.plan import (
     Tier,
     Windows,
 )
+from lohan_fx.planning.budgets import MIB
 from lohan_fx.planning.disk_space import disk_text
 from lohan_fx.planning.memory_model import states_bytes
 from lohan_fx.runtime.state_buffer import SMALL_ELEMENTS, small_buffers
@@ -105,6 +106,10 @@ def _header(plan: Plan, checkpoints: int) -> str:
     ]
     if plan.forwards > 1:
         lines.append(f"forwards: {plan.forwards} wait for their backwards at once, and each keeps its activations")
+    if not plan.loss_only and plan.outputs_bytes >= MIB:
+        lines.append(
+            f"outputs: {format_bytes(plan.outputs_bytes)}, which the caller may hold until after the next call"
+        )
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +16,34 @@ from lohan_fx.errors import InfeasiblePlan
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Swap, Tier
 from lohan_fx.planning.disk_space import disk_bytes
+from tests.end_to_end.forwards_at_once import trained
 from tests.end_to_end.models import LLAMA, PERCEPTRON, tokens, vectors
 from tests.end_to_end.recipes import LR, assert_same_weights, name_of, usual_dtype, weights_of
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = 3
 PROMISE = "600MiB"
+USUAL_DTYPES = dict.fromkeys([torch.float32, usual_dtype()])
 
 
-def _trained(nvme: Path, *, calls: int, said: int, dtype: torch.dtype) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.end_to_end.forwards_at_once"]
-    command += [str(nvme), PROMISE, str(calls), str(said), name_of(dtype)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return found
+def _trained(nvme: Path, *, said: int, dtype: torch.dtype) -> dict[str, Any]:
+    return trained(nvme, f"--host-memory {PROMISE} --calls {CALLS} --said {said} --dtype {name_of(dtype)}")
 
 
-def test_what_several_forwards_keep_stays_within_the_promise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", USUAL_DTYPES, ids=name_of)
+def test_what_several_forwards_keep_stays_within_the_promise(dtype: torch.dtype, tmp_path: Path) -> None:
     """From the first step on where it is said, else from the step after the first: the plan of one forward has no room for three,
     and what the first step took is given back in the second."""
-    # In 16 bits activations are half as large: three forwards fit without any plan for them.
-    said = _trained(tmp_path, calls=CALLS, said=CALLS, dtype=torch.float32)
+    said = _trained(tmp_path, said=CALLS, dtype=dtype)
     assert max(said["peaks"]) <= said["promised_bytes"]
-    assert not said["warned"]
-    learned = _trained(tmp_path, calls=CALLS, said=1, dtype=torch.float32)
+    assert not said["warned_of_forwards"]
+    learned = _trained(tmp_path, said=1, dtype=dtype)
     assert learned["peaks"][0] > learned["promised_bytes"], (
         "three forwards fit without any plan for them: nothing is tested"
     )
     assert max(learned["peaks"][2:]) <= learned["promised_bytes"]
-    assert len(learned["warned"]) == 1
+    assert len(learned["warned_of_forwards"]) == 1
     assert said["forwards"] == learned["forwards"] == CALLS
     assert said["losses"] == learned["losses"]
-
-
-@pytest.mark.skipif(usual_dtype() == torch.float32, reason="this processor has no kernels for bfloat16")
-def test_what_several_forwards_keep_in_16_bits_stays_within_the_promise(tmp_path: Path) -> None:
-    said = _trained(tmp_path, calls=CALLS, said=CALLS, dtype=usual_dtype())
-    assert max(said["peaks"]) <= said["promised_bytes"]
-    assert not said["warned"]
 
 
 def _contrastive(model: Any, optimizer: Any, steps: int) -> list[float]:

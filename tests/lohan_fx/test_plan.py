@@ -154,6 +154,8 @@ plans = each_field(
     notes=st.lists(words, max_size=2).map(tuple),
     division=st.none() | divisions,
     forwards=st.integers(1, 9),
+    outputs_bytes=counts,
+    loss_only=st.booleans(),
 )
 
 
@@ -280,7 +282,10 @@ def test_a_wrong_value_is_named(path: tuple[str | int, ...], value: object, mess
         Plan.from_json(json.dumps(raw))
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan) if field.name != "forwards"])
+ADDED = ("forwards", "outputs_bytes", "loss_only")
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Plan) if field.name not in ADDED])
 def test_a_missing_part_is_a_value_error(key: str) -> None:
     raw = json.loads(plan().to_json())
     del raw[key]
@@ -288,9 +293,10 @@ def test_a_missing_part_is_a_value_error(key: str) -> None:
         Plan.from_json(json.dumps(raw))
 
 
-def test_a_plan_of_before_there_were_several_forwards_counts_one() -> None:
+@pytest.mark.parametrize("key", ADDED)
+def test_a_plan_of_before_there_was_more_to_say_counts_one_forward_and_the_loss(key: str) -> None:
     raw = json.loads(plan().to_json())
-    del raw["forwards"]
+    del raw[key]
     assert Plan.from_json(json.dumps(raw)) == plan()
 
 

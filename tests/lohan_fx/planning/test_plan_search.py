@@ -23,7 +23,7 @@ from lohan_fx.simulation.simulator import simulate
 GIB = 1 << 30
 GPU = HardwareProfile.preset("rtx4090-12xP5510")
 DIMS = ModelDims("wide", Family.GPT2, 5, 4096, 32, "test", vocab=512, positions=1024, tied=True)
-ASKED = Asked(GPU, host_memory_bytes=16 * GIB, device_memory_bytes=7 * GIB)
+ASKED = Asked(GPU, host_memory_bytes=16 * GIB, device_memory_bytes=7 * GIB, loss_only=True)
 
 
 @pytest.fixture(scope="module")
