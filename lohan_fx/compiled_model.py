@@ -55,6 +55,8 @@ EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
 _MAPPED_AT_LIMIT_BYTES = STEP_BYTES // 2
 """Two smaller values that touch holes which nobody counted pass the limit by less than the promise is beyond it."""
+_UNFORESEEN_BYTES = 16 << 20
+"""By so much more than was foreseen the process may grow between two looks: values share stretches otherwise (docs/0055)."""
 living: list[CompiledModel] = []
 """All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
@@ -126,7 +128,10 @@ class CompiledModel:
         limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
         engine.resident_limit = ResidentLimit(
-            limit_bytes - STEP_BYTES, self._give_back_at_limit, engine.growth_bytes, engine.coming_bytes
+            limit_bytes - STEP_BYTES - _UNFORESEEN_BYTES,
+            self._give_back_at_limit,
+            engine.growth_bytes,
+            engine.coming_bytes,
         )
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
