@@ -55,8 +55,8 @@ EXIT_TIMEOUT_S = 1.5
 """How long the end of a process, or Ctrl-C, waits for the lanes, and then for the store."""
 _MAPPED_AT_LIMIT_BYTES = STEP_BYTES // 2
 """Two smaller values that touch holes which nobody counted pass the limit by less than the promise is beyond it."""
-_UNFORESEEN_BYTES = 16 << 20
-"""By so much more than was foreseen the process may grow between two looks: values share stretches otherwise (docs/0055)."""
+_UNFORESEEN_BYTES = 32 << 20
+"""By so much more than was foreseen the process may grow between two looks, in the heap (docs/0055)."""
 living: list[CompiledModel] = []
 """All that this process has compiled and not released: the end of the process closes them, and no variable need lead there."""
 
