@@ -160,16 +160,17 @@ class StateBuffer:
         total = self._of(self._sum(), part)
         if arrived is not None:
             more = self._of(arrived, part)
-            return total.add_(self._as_wide(more, total)) if self._adds else total.copy_(more)
+            return total.add_(self._as_wide(more, total, part)) if self._adds else total.copy_(more)
         assert self._adds, "nothing is held and nothing arrived"
         return total
 
-    def _as_wide(self, more: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def _as_wide(self, more: torch.Tensor, total: torch.Tensor, part: slice) -> torch.Tensor:
         """``more`` in the dtype of ``total``, made where the compute copy will be: torch would make it in the heap of the lane's
-        thread, for each chunk in another place, until as much as the whole gradient is free there (docs/0057)."""
+        thread, for each chunk in another place, until as much as the whole gradient is free there (docs/0057). Behind the
+        narrower copies of the parts before, which stay."""
         if more.dtype == total.dtype or total.dtype != STATE_DTYPE or {more.device.type, total.device.type} != {"cpu"}:
             return more
-        return cut(self._arrays.typed(4, STATE_DTYPE), 0, more.numel()).copy_(more)
+        return self._of(self._arrays.typed(4, STATE_DTYPE), part).copy_(more)
 
     def gradient(self, arrived: torch.Tensor | None, part: slice, factors: Sequence[float] = ()) -> torch.Tensor:
         """Before an update, of ``part``: what is held plus what ``arrived``, in fp32, times ``factors`` one after the other.
