@@ -1,4 +1,4 @@
-"""An update with the sum of several backwards, of a chunk that is worked on in parts: what graphs compute with is the master, cast."""
+"""An update with the sum of several backwards, of a chunk worked on in parts: what graphs compute with is the master, cast."""
 
 from __future__ import annotations
 
