@@ -4,8 +4,9 @@
 
 Beginning with a promise of nothing, each refusal of ``compile`` or ``prepare`` names what would fit, until it does. That promise
 then is the limit of ``within_promise.py``'s processes. Models are wide ones of few layers, whose embeddings are most of what
-there is, and narrow ones, whose capture is. Bar: none takes more than was promised.
-JSON: ``cases``, each with ``promise_bytes``, ``most_bytes`` and ``growth_bytes`` by phase.
+there is, and narrow ones, whose capture is. Bar: none takes more than was promised. A call without gradients, of which only a
+second graph tells what it takes, may be refused (``refused``); training must go on within the promise then too.
+JSON: ``cases``, each with ``promise_bytes``, ``most_bytes``, ``growth_bytes`` by phase, and ``refused``.
 """
 
 from __future__ import annotations
@@ -94,9 +95,8 @@ def main() -> None:
             _, figures, over = measured(asked, hw, options)
             cases.append({"case": name, **figures})
             missed += [f"{name}: {what}" for what in over]
-            lines.append(
-                (name, f"{figures['promise_bytes'] / 1e6:,.0f} MB, at most {figures['most_bytes'] / 1e6:,.0f}")
-            )
+            text = f"{figures['promise_bytes'] / 1e6:,.0f} MB, at most {figures['most_bytes'] / 1e6:,.0f}"
+            lines.append((name, "; ".join([text, *(f"{what}: {error}" for what, error in figures["refused"].items())])))
     finish("least_promise", lines, {"cases": cases}, missed, save=args.save)
 
 

@@ -21,6 +21,7 @@ from lohan_fx import ops, process_memory
 from lohan_fx.buffered import linked
 from lohan_fx.decompositions import DECOMPOSITIONS
 from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.garbage import collected_soon
 from lohan_fx.parameters.reached import Sources, noting_undefined, sources_of
 from lohan_fx.parameters.shell import Shell
 from lohan_fx.passes.annotate import is_view
@@ -79,7 +80,8 @@ def backend_for(model: Linked, module: str) -> Callable[[GraphModule, list[torch
         model.capture_begins()
         _refuse_replaced_parameters(model, example_inputs)
         refuse_regions(gm)
-        return _Capture(model, module, shells_among(example_inputs)).compile(gm, example_inputs)
+        with collected_soon():
+            return _Capture(model, module, shells_among(example_inputs)).compile(gm, example_inputs)
 
     return backend
 

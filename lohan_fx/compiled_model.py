@@ -22,6 +22,7 @@ from lohan_fx import process_memory
 from lohan_fx.capture import FLAT, Replan, backend_for, captured, prepare_dynamo
 from lohan_fx.captured_graphs import CapturedGraphs
 from lohan_fx.errors import CaptureError, InfeasiblePlan, OffloadedParameterError
+from lohan_fx.garbage import collected_soon
 from lohan_fx.module_calls import Call, Key, ModuleCalls
 from lohan_fx.optim import refuse_foreign_step
 from lohan_fx.parameters.held_gradient import HeldGradient
@@ -125,13 +126,15 @@ class CompiledModel:
         self._learns_forwards = request.plan is None
         self._forwards_before = request.forwards
         # The model's own parameters were there before ``compile``, and are gone.
-        limit_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
+        promise_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
         engine.resident_limit = ResidentLimit(
-            limit_bytes - STEP_BYTES - _UNFORESEEN_BYTES,
+            promise_bytes - STEP_BYTES - _UNFORESEEN_BYTES,
             self._give_back_at_limit,
             engine.growth_bytes,
             engine.coming_bytes,
+            promise_bytes,
+            engine.free_bytes,
         )
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
@@ -426,7 +429,8 @@ class CompiledModel:
         self._corrected = self.plans[graph], learned.prediction
         if not may_be_beaten(found.step_s, learned.ratios, learned.step_s):
             return
-        then = replan(self._request).prediction
+        with collected_soon():
+            then = replan(self._request).prediction
         assert then is not None
         if not worth_revising(learned.step_s, then.step_s):
             return

@@ -360,6 +360,10 @@ class Engine:
         if self._machine is not None:
             self._machine.landing.return_free_memory()
 
+    def free_bytes(self) -> int:
+        """How much ``return_free_memory`` gives back. Any thread."""
+        return self.room.free_bytes() + (self._machine.landing.free_bytes() if self._machine is not None else 0)
+
     def growth_bytes(self, rise: Rise) -> int:
         """By how much the process grows as graphs take ``rise``, if one stretch of each room takes all of it. Any thread."""
         brought = (

@@ -11,6 +11,10 @@ where giving back helps, or below the limit, the first step counts again. What t
 taken already (``begin``): a loss over a large vocabulary takes a GB between two parameters; and so does what was asked for
 earlier and has not arrived. Of what it takes in a ``Room``, only as much as was not in RAM yet: what is free there would be given
 back to be cleared by the kernel again at once.
+
+Before the promise is passed it asks once more, in vain or not; and at every look as long as enough is known to be free for the
+promise to hold (``free_bytes``): what a large value was to take counted when it was asked last, and is free once that value
+has died (docs/0058).
 """
 
 from __future__ import annotations
@@ -45,8 +49,11 @@ _NO_RISE = Rise(0, 0, 0)
 
 class ResidentLimit:
     """``look`` calls ``give_back`` where the process has, or is about to have, more than ``limit_bytes`` in RAM; None: never.
-    ``STEP_BYTES`` more is what should never be passed. ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)``
-    or less. ``coming_bytes()``: by how much it grows as what was asked for before arrives."""
+
+    ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)`` or less. ``coming_bytes()``: by how much it grows
+    as what was asked for before arrives. ``promise_bytes``: what must never be passed; None: ``STEP_BYTES`` beyond the limit.
+    ``free_bytes()``: how much ``give_back`` gives back at the least.
+    """
 
     def __init__(
         self,
@@ -54,18 +61,23 @@ class ResidentLimit:
         give_back: Callable[[], None],
         growth_bytes: Callable[[Rise], int] = sum,
         coming_bytes: Callable[[], int] = lambda: 0,
+        promise_bytes: int | None = None,
+        free_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._promised_bytes = self._limit_bytes = limit_bytes
+        self._most_bytes = self._limit_bytes = limit_bytes
+        never_bytes = (limit_bytes or 0) + STEP_BYTES
+        self._near_bytes = never_bytes if promise_bytes is None else promise_bytes - IN_VAIN_BYTES
+        self._asks_at = sorted({never_bytes, self._near_bytes})
         self._give_back = give_back
-        self._growth_bytes, self._coming_bytes = growth_bytes, coming_bytes
+        self._growth_bytes, self._coming_bytes, self._free_bytes = growth_bytes, coming_bytes, free_bytes
         self._again_bytes = 0
         self._step_bytes = STEP_BYTES
         self._rises: Rises = {}
 
     def expect(self, nbytes: int) -> None:
         """From now on so many bytes are the limit, if the promised one is not lower: what exceeds them are holes."""
-        if self._promised_bytes is not None:
-            self._limit_bytes = min(self._promised_bytes, nbytes)
+        if self._most_bytes is not None:
+            self._limit_bytes = min(self._most_bytes, nbytes)
             self._again_bytes, self._step_bytes = 0, STEP_BYTES
 
     def begin(self, rises: Rises) -> None:
@@ -74,27 +86,36 @@ class ResidentLimit:
         self.look(None)
 
     def look(self, at: ops.Look) -> None:
-        if self._limit_bytes is None or self._promised_bytes is None:
+        if self._limit_bytes is None:
             return
         rise_bytes = sum(rise := self._rises.get(at, _NO_RISE))
         before_bytes = resident_bytes() + self._coming_bytes()
         if before_bytes + rise_bytes > self._limit_bytes:
             rise_bytes = self._growth_bytes(rise)
-        never_bytes = self._promised_bytes + STEP_BYTES
-        if before_bytes + rise_bytes <= self._limit_bytes:
-            self._again_bytes, self._step_bytes = min(self._again_bytes, never_bytes), STEP_BYTES
-        if before_bytes + rise_bytes <= max(self._limit_bytes, self._again_bytes):
+        expected_bytes = before_bytes + rise_bytes
+        if expected_bytes <= self._limit_bytes:
+            self._again_bytes, self._step_bytes = min(self._again_bytes, self._asks_at[0]), STEP_BYTES
+        may_pass = expected_bytes <= max(self._limit_bytes, self._again_bytes)
+        if may_pass and not self._would_hold(expected_bytes, sum(rise) - rise_bytes):
             return
         self._give_back()
         after_bytes = resident_bytes() + self._coming_bytes()
         in_vain = before_bytes - after_bytes < IN_VAIN_BYTES
         if not in_vain:
             self._step_bytes = STEP_BYTES
-        self._again_bytes = after_bytes + rise_bytes + self._step_bytes
-        if after_bytes + rise_bytes < never_bytes:
-            self._again_bytes = min(self._again_bytes, never_bytes)
+        reached_bytes = after_bytes + rise_bytes
+        beyond = [nbytes for nbytes in self._asks_at if nbytes > reached_bytes]
+        self._again_bytes = min([reached_bytes + self._step_bytes, *beyond])
         if in_vain:
             self._step_bytes *= 2
+
+    def _would_hold(self, expected_bytes: int, reused_bytes: int) -> bool:
+        """Whether the promise, near which ``expected_bytes`` are, holds with what is free given back, ``reused_bytes`` of which
+        the graph takes again."""
+        if expected_bytes <= self._near_bytes:
+            return False
+        free_bytes = self._free_bytes() - reused_bytes
+        return free_bytes >= IN_VAIN_BYTES and expected_bytes - free_bytes <= self._near_bytes
 
 
 def resident_bytes() -> int:

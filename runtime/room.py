@@ -17,6 +17,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -171,16 +172,29 @@ class Room:
         first = self._touched.find(0, begin, end)
         return nbytes if first < 0 else max(0, first * HUGE_PAGE_BYTES - offset)
 
+    def free_bytes(self) -> int:
+        """How much ``return_free_memory`` gives back."""
+        with self._lock:
+            self._clear()
+            return sum(self._touched[begin:end].count(1) for begin, end in self._free_pages()) * HUGE_PAGE_BYTES
+
     def return_free_memory(self) -> None:
         """Give the huge pages that no value lies in back to the system."""
         with self._lock:
             self._clear()
-            for offset, nbytes in self._arena.holes() if self._region is not None else ():
-                begin = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-                end = (offset + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-                if end > begin and self._region is not None:
-                    self._region.madvise(mmap.MADV_DONTNEED, self._begin + begin, end - begin)
-                    self._mark(begin // HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES, touched=False)
+            if self._region is None:
+                return
+            for begin, end in self._free_pages():
+                first, nbytes = self._begin + begin * HUGE_PAGE_BYTES, (end - begin) * HUGE_PAGE_BYTES
+                self._region.madvise(mmap.MADV_DONTNEED, first, nbytes)
+                self._mark(begin, end, touched=False)
+
+    def _free_pages(self) -> Iterator[tuple[int, int]]:
+        """(first, end) of the huge pages that lie in holes as a whole."""
+        for offset, nbytes in self._arena.holes():
+            begin, end = -(-offset // HUGE_PAGE_BYTES), (offset + nbytes) // HUGE_PAGE_BYTES
+            if end > begin:
+                yield begin, end
 
     def close(self) -> None:
         """Give the memory back, once the last value in it has died. What is made from now on is the heap's."""

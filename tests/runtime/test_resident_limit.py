@@ -8,7 +8,7 @@ import pytest
 
 from lohan_fx import ops, process_memory
 from lohan_fx.runtime import resident_limit
-from lohan_fx.runtime.resident_limit import STEP_BYTES, ResidentLimit, Rise, resident_bytes
+from lohan_fx.runtime.resident_limit import IN_VAIN_BYTES, STEP_BYTES, ResidentLimit, Rise, resident_bytes
 
 FETCHED, LEAVES = (ops.FETCH, 7), (ops.OFFLOAD_GRAD, 7)
 """The same parameter: as it comes, and as its gradient goes."""
@@ -161,6 +161,70 @@ def test_what_was_asked_for_earlier_and_has_not_arrived_counts_as_taken(monkeypa
     coming[0] = 11
     limit.look(FETCHED)
     assert asked == [11]
+
+
+PROMISE = LIMIT + 3 * STEP_BYTES
+NEAR = PROMISE - IN_VAIN_BYTES
+
+
+class Values:
+    """A process near its promise: what is in use, and what is free in rooms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.used, self.free, self.asked = LIMIT, 0, 0
+        monkeypatch.setattr(resident_limit, "resident_bytes", lambda: self.used + self.free)
+        self.limit = ResidentLimit(
+            LIMIT, self._give_back, self._growth_bytes, promise_bytes=PROMISE, free_bytes=lambda: self.free
+        )
+
+    def _give_back(self) -> None:
+        self.asked += 1
+        self.free = 0
+
+    def _growth_bytes(self, rise: Rise) -> int:
+        return max(0, sum(rise) - self.free)
+
+    def looks(self, at: ops.Look = None) -> bool:
+        """Whether that look asked."""
+        before = self.asked
+        self.limit.look(at)
+        return self.asked > before
+
+
+def test_what_a_large_value_took_is_given_back_once_it_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rise counted as taken when it was asked last, which is no leave to keep it beside what comes next."""
+    process, large = Values(monkeypatch), 5 * STEP_BYTES // 2
+    process.limit.begin({FETCHED: Rise(0, large, 0)})
+    process.used = LIMIT + (1 << 20)
+    assert process.looks(FETCHED), "it reaches beyond the limit"
+    process.used += large
+    assert not process.looks(), "nothing is free"
+    process.used, process.free = process.used - large + IN_VAIN_BYTES, large
+    assert process.used + process.free > NEAR
+    assert process.looks() and process.free == 0
+
+
+def test_near_the_promise_what_is_free_counts_where_it_lets_the_promise_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Values(monkeypatch)
+    process.limit.begin({LEAVES: Rise(0, 0, 2 * IN_VAIN_BYTES)})
+    process.used = NEAR + 1
+    assert process.looks(), "once, in vain"
+    process.used, process.free = NEAR, IN_VAIN_BYTES - 1
+    assert not process.looks(), "too little to be worth it"
+    process.used, process.free = PROMISE, IN_VAIN_BYTES
+    assert not process.looks(), "the promise is passed all the same: that is for the steps"
+    process.used, process.free = NEAR - IN_VAIN_BYTES, 2 * IN_VAIN_BYTES
+    assert not process.looks(LEAVES), "the graph takes it again"
+    assert process.looks()
+
+
+def test_in_vain_or_not_it_asks_before_the_promise_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Values(monkeypatch)
+    asked_at = []
+    for process.used in range(LIMIT, PROMISE, 1 << 20):
+        if process.looks():
+            asked_at.append((process.used - LIMIT) >> 20)
+    assert asked_at == [1, 17, 41], "the next would have been at 50, twice as far as the last"
 
 
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

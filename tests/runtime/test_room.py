@@ -115,6 +115,26 @@ def test_what_is_being_read_into_new_pages_is_coming_until_it_has_arrived_or_die
     assert inside(room, made) and room.coming_bytes() == 0, "nobody reads it from anywhere"
 
 
+def test_what_it_would_give_back_is_known() -> None:
+    room = room_of(8 * HUGE_PAGE_BYTES)
+    assert room.free_bytes() == 0, "nothing was touched"
+    first, second, third = value_in(room, 2), value_in(room, 1.5), value_in(room, 1)
+    assert room.free_bytes() == 0
+    del first
+    assert room.free_bytes() == 2 * HUGE_PAGE_BYTES
+    del second
+    assert room.free_bytes() == 3 * HUGE_PAGE_BYTES, "the third one has the other half of a page"
+    room.return_free_memory()
+    assert room.free_bytes() == 0
+    again = value_in(room, 1)
+    assert room.free_bytes() == 0
+    del again
+    assert room.free_bytes() == HUGE_PAGE_BYTES
+    del third
+    room.close()
+    assert room.free_bytes() == 0
+
+
 def test_what_is_in_ram_where_there_is_no_room_keeps_nothing_from_growing() -> None:
     room = room_of(8 * HUGE_PAGE_BYTES)
     small, between, _ = value_in(room, 1), value_in(room, 1), value_in(room, 1)
