@@ -80,6 +80,7 @@ def _memory(found: Figures) -> str:
 def _least(found: Figures) -> str:
     return "; ".join(
         f"{case['case']}: {case['most_bytes'] / 1e6:,.0f} of {case['promise_bytes'] / 1e6:,.0f} MB"
+        + "".join(f" ({what}: refused)" for what in case["refused"])
         for case in found["cases"]
     )
 
