@@ -28,11 +28,11 @@ def collected_soon() -> Iterator[None]:
     enabled, thresholds = gc.isenabled(), gc.get_threshold()
     with interrupt_waits():
         gc.collect()
-    gc.freeze()
-    gc.collect()  # of nothing; what there is counts anew from here
-    gc.set_threshold(*USUAL_THRESHOLDS)
-    gc.enable()
     try:
+        gc.freeze()
+        gc.collect()  # of nothing; what there is counts anew from here
+        gc.set_threshold(*USUAL_THRESHOLDS)
+        gc.enable()
         yield
     finally:
         if not enabled:
