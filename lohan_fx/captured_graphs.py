@@ -68,7 +68,7 @@ class CapturedGraphs:
     def have_left(self, now_bytes: int, most_bytes: int) -> None:
         """Graphs are forgotten, and the process has ``now_bytes`` that no plan names: what they have left, but for what is the
         caller's own. They had taken no more than ``most_bytes``, or what is left of others."""
-        self.left_bytes = min(now_bytes, max(most_bytes, self.left_bytes))
+        self.left_bytes = max(0, min(now_bytes, max(most_bytes, self.left_bytes)))
 
     def least_homes(self) -> tuple[ParameterPlan, ...]:
         """Where the training plan that keeps least in memory has the parameters; empty without any."""

@@ -34,6 +34,7 @@ from lohan_fx.passes.halves import Halves
 from lohan_fx.passes.symbolic_sizes import is_symbolic
 from lohan_fx.passes.touched_values import brought_bytes
 from lohan_fx.plan import Plan, Prediction
+from lohan_fx.planning.budgets import captured_bytes
 from lohan_fx.planning.correction import correction
 from lohan_fx.planning.self_check import SelfCheck, may_be_beaten, typical, worth_revising
 from lohan_fx.planning.waiting_forwards import WaitingForwards
@@ -118,7 +119,7 @@ class CompiledModel:
         self._trained_by: Plan | None = None
         self._preparing = False
         self._unconfigured: list[Callable[[], None]] = []
-        self._untidy_calls = 0
+        self._untidy_calls = self._idle_code = 0
         self._calls = ModuleCalls(self._backend_for, request.dynamic)
         self._waiting = WaitingForwards()
         self._returned = ReturnedTensors()
@@ -126,15 +127,16 @@ class CompiledModel:
         self._learns_forwards = request.plan is None
         self._forwards_before = request.forwards
         # The model's own parameters were there before ``compile``, and are gone.
-        promise_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
+        self._promise_bytes = max(0, before.rss_bytes - self.original_bytes) + request.budgets.host_memory_bytes
         # It asks again only after so much more, which must not pass the promise either.
         engine.resident_limit = ResidentLimit(
-            promise_bytes - STEP_BYTES - _UNFORESEEN_BYTES,
+            self._promise_bytes - STEP_BYTES - _UNFORESEEN_BYTES,
             self._give_back_at_limit,
             engine.growth_bytes,
             engine.coming_bytes,
-            promise_bytes,
+            self._promise_bytes,
             engine.free_bytes,
+            self._let_go_of_code,
         )
         self.memory = MemoryAccounts(engine.memory_use, before, self.original_bytes)
         self._restore: list[Callable[[], None]] = []
@@ -324,6 +326,15 @@ class CompiledModel:
         process_memory.map_from(_MAPPED_AT_LIMIT_BYTES)
         self._give_back()
 
+    def _let_go_of_code(self) -> bool:
+        """Before the promise is passed: of libraries' code what imports and captures have run, and steps do not. Whether that was
+        done: what steps run comes back at once, so more than a few times would be in vain."""
+        if not self._idle_code:
+            return False
+        self._idle_code -= 1
+        process_memory.return_library_pages()
+        return True
+
     def _at_exit(self) -> None:
         """A process that ends without ``release`` still removes its files; a forked child leaves its parent's alone."""
         close = functools.partial(self._close, EXIT_TIMEOUT_S)
@@ -343,9 +354,13 @@ class CompiledModel:
         return self.engine.room
 
     def capture_begins(self) -> None:
-        """What a capture takes comes on top of what is in RAM: first give back what nobody uses."""
+        """What a capture takes comes on top of what is in RAM: first give back what nobody uses; where little is promised, also
+        what imports have run."""
         self.workspace.give_back()
         self._give_back()
+        capture_bytes = captured_bytes(len(self._request.parameters)) + _UNFORESEEN_BYTES
+        if process_memory.rss_bytes() + capture_bytes > self._promise_bytes:
+            process_memory.return_library_pages()
 
     def replaced_among(self, values: Sequence[object]) -> list[str]:
         """The names of those parameters whose places shells have taken and that are among ``values``."""
@@ -402,7 +417,7 @@ class CompiledModel:
         self._request = settled(self._request, plan.windows) if self._request.chooses_staging else self._request
         self.engine.states.chunk_elements = plan.windows.chunk_elements
         self._graphs.add(halves, plan)
-        self._untidy_calls = 2
+        self._untidy_calls = self._idle_code = 2
 
     def main_graph(self) -> int | None:
         """Which of ``halves`` stands for the model where none is named (``CapturedGraphs.main``)."""

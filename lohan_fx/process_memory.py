@@ -11,12 +11,15 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
+_SMAPS = Path("/proc/self/smaps")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
 USUALLY_MAPPED_BYTES = 32 << 20
 """From so many bytes on a value has a mapping of its own whatever was freed before (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 _M_MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of malloc.h."""
+_LIBRARY_BYTES = 1 << 20
+"""Of libraries with less code in RAM there is little to give back."""
 _ARENA_BYTES = 64 << 20
 """glibc places the heap of every thread but the first at a multiple of this, and reserves so much for it."""
 
@@ -60,6 +63,19 @@ def return_free_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_library_pages() -> None:
+    """Let go of the code of libraries that is in RAM: what is run comes back, from the kernel's cache of files, page by page.
+
+    Most of what imports and tracing have run is never run again, and counts as resident until somebody needs the memory; how much
+    it is depends on how large the pieces are in which the kernel has the files (docs/0058). Code that somebody has changed
+    in memory, as debuggers do, stays.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        madvise = ctypes.CDLL(None).madvise
+        for begin, end in _library_code(_SMAPS.read_text().splitlines()):
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def map_from(nbytes: int) -> None:
@@ -124,6 +140,21 @@ def _heaps(maps: Sequence[str]) -> Iterator[tuple[int, int]]:
             rest = place + 1 < len(lines) and lines[place + 1][1] == "---p" and bounds[place + 1][0] == end
             if (bounds[place + 1][1] if rest else end) == begin + _ARENA_BYTES:
                 yield begin, end
+
+
+def _library_code(smaps: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of what is executable of each file that is mapped, where it is as in the file and ``_LIBRARY_BYTES`` of it or
+    more are in RAM, by the lines of /proc/self/smaps."""
+    bounds, resident_kib, is_code = (0, 0), 0, False
+    for line in smaps:
+        words = line.split(maxsplit=5)
+        if not words[0].endswith(":"):
+            begin, _, end = words[0].partition("-")
+            bounds, is_code = (int(begin, 16), int(end, 16)), words[1] == "r-xp" and words[-1].startswith("/")
+        elif words[0] == "Rss:":
+            resident_kib = int(words[1])
+        elif words[0] == "Anonymous:" and is_code and words[1] == "0" and resident_kib << 10 >= _LIBRARY_BYTES:
+            yield bounds
 
 
 def _status_bytes(key: str) -> int:

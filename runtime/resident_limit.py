@@ -14,7 +14,7 @@ back to be cleared by the kernel again at once.
 
 Before the promise is passed it asks once more, in vain or not; and at every look as long as enough is known to be free for the
 promise to hold (``free_bytes``): what a large value was to take counted when it was asked last, and is free once that value
-has died (docs/0058).
+has died. Where that is not enough, there is a last resort (docs/0058).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ResidentLimit:
 
     ``growth_bytes(rise)``: by how much the process grows by it, ``sum(rise)`` or less. ``coming_bytes()``: by how much it grows
     as what was asked for before arrives. ``promise_bytes``: what must never be passed; None: ``STEP_BYTES`` beyond the limit.
-    ``free_bytes()``: how much ``give_back`` gives back at the least.
+    ``free_bytes()``: how much ``give_back`` gives back at the least. ``last_resort()`` is asked where the promise would be passed
+    all the same; False: there is nothing more to do.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class ResidentLimit:
         coming_bytes: Callable[[], int] = lambda: 0,
         promise_bytes: int | None = None,
         free_bytes: Callable[[], int] = lambda: 0,
+        last_resort: Callable[[], bool] = lambda: False,
     ) -> None:
         self._most_bytes = self._limit_bytes = limit_bytes
         never_bytes = (limit_bytes or 0) + STEP_BYTES
         self._near_bytes = never_bytes if promise_bytes is None else promise_bytes - IN_VAIN_BYTES
         self._asks_at = sorted({never_bytes, self._near_bytes})
-        self._give_back = give_back
+        self._give_back, self._last_resort = give_back, last_resort
         self._growth_bytes, self._coming_bytes, self._free_bytes = growth_bytes, coming_bytes, free_bytes
         self._again_bytes = 0
         self._step_bytes = STEP_BYTES
@@ -100,6 +102,9 @@ class ResidentLimit:
             return
         self._give_back()
         after_bytes = resident_bytes() + self._coming_bytes()
+        # What the rise was to take of rooms is among what was given back.
+        if after_bytes + self._growth_bytes(rise) > self._near_bytes and self._last_resort():
+            after_bytes = resident_bytes() + self._coming_bytes()
         in_vain = before_bytes - after_bytes < IN_VAIN_BYTES
         if not in_vain:
             self._step_bytes = STEP_BYTES

@@ -114,6 +114,47 @@ def test_a_mapping_is_resident_as_far_as_it_was_touched() -> None:
     assert process_memory.resident_bytes(0, mmap.PAGESIZE) == 0
 
 
+SMAPS = """
+00400000-00600000 r-xp 00000000 fe:00 17                                 /usr/bin/python3.11
+Size:               2048 kB
+Rss:                1800 kB
+Anonymous:             0 kB
+7f0000000000-7f0010000000 r-xp 00001000 fe:00 18                         /opt/a library/libtorch_cpu.so
+Size:             262144 kB
+Rss:               96256 kB
+Anonymous:             0 kB
+VmFlags: rd ex mr mw me
+7f0010000000-7f0020000000 r--p 10001000 fe:00 18                         /opt/a library/libtorch_cpu.so
+Rss:               96256 kB
+Anonymous:             0 kB
+7f0020000000-7f0030000000 r-xp 00000000 fe:00 19                         /opt/changed/by/a/debugger.so
+Rss:               96256 kB
+Anonymous:             4 kB
+7f0030000000-7f0030400000 r-xp 00000000 fe:00 20                         /opt/hardly/used.so
+Rss:                 512 kB
+Anonymous:             0 kB
+7f0040000000-7f0050000000 r-xp 00000000 00:00 0
+Rss:               96256 kB
+Anonymous:             0 kB
+7ffd00000000-7ffd00002000 r-xp 00000000 00:00 0                          [vdso]
+Rss:               96256 kB
+Anonymous:             0 kB
+"""
+
+
+def test_code_of_libraries_is_what_is_executable_of_files_and_as_in_the_file() -> None:
+    found = list(process_memory._library_code(SMAPS.strip().splitlines()))
+    assert found == [(0x400000, 0x600000), (0x7F0000000000, 0x7F0010000000)]
+
+
+def test_code_that_was_let_go_of_runs_again() -> None:
+    matrix = torch.rand(64, 64)
+    before, expected = process_memory.rss_bytes(), matrix @ matrix
+    process_memory.return_library_pages()
+    assert process_memory.rss_bytes() < before - (8 << 20)
+    assert torch.equal(matrix @ matrix, expected)
+
+
 MAPS = """
 000055d0c0000000-000055d0c0100000 rw-p 00000000 00:00 0                          [heap]
 00007f0000000000-00007f0000021000 rw-p 00000000 00:00 0

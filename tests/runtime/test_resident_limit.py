@@ -227,6 +227,35 @@ def test_in_vain_or_not_it_asks_before_the_promise_is_passed(monkeypatch: pytest
     assert asked_at == [1, 17, 41], "the next would have been at 50, twice as far as the last"
 
 
+def test_the_last_resort_is_asked_where_the_promise_would_be_passed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, code, asked = [LIMIT + 1], [3 * STEP_BYTES], list[int]()
+    monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now[0] + code[0])
+
+    def last_resort() -> bool:
+        asked.append(now[0])
+        code[0] = 0
+        return len(asked) < 2
+
+    limit = ResidentLimit(LIMIT, lambda: None, promise_bytes=PROMISE, last_resort=last_resort)
+    code[0] = 0
+    limit.look(None)
+    assert not asked, "the promise is far"
+    now[0], code[0] = LIMIT - STEP_BYTES, 3 * STEP_BYTES
+    limit.begin({FETCHED: Rise(0, STEP_BYTES, 0)})
+    assert not asked
+    limit.look(FETCHED)
+    assert asked == [LIMIT - STEP_BYTES]
+    for _ in range(3):
+        limit.look(FETCHED)
+    assert len(asked) == 1, "it reaches the limit, and no more"
+    now[0] = PROMISE
+    for _ in range(3):
+        limit.look(None)
+    assert len(asked) == 2, "in vain: not at every look"
+
+
 def test_without_a_limit_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_limit, "resident_bytes", lambda: pytest.fail("looked"))
     ResidentLimit(None, lambda: pytest.fail("asked")).look(None)
