@@ -122,13 +122,14 @@ def child(args: argparse.Namespace, *, resumes: bool) -> None:
     states = BYTES_PER_PARAMETER * sum(p.numel for p in plan.parameters)
     compiled(model).detach()
     group_bytes = peak_bytes(args.group) if args.group is not None else None
-    found: dict[str, Any] = {
+    found = {
         "growth_bytes": phase.growth,
         "group_bytes": group_bytes,
+        "grouped": args.group is not None,
         "losses": losses,
+        "refused": refused,
         "state_bytes": states,
     }
-    found |= {"grouped": args.group is not None, "refused": refused}
     print(json.dumps(found))
 
 

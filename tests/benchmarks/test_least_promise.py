@@ -20,6 +20,6 @@ def test_the_least_promise_holds_where_gradients_are_summed_and_held(tmp_path: P
     run = subprocess.run([sys.executable, SCRIPT, *map(str, options)], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, f"{run.stdout}{run.stderr}"
     (found,) = json.loads(run.stdout.strip().splitlines()[-1])["cases"]
-    assert found["most_bytes"] > found["promise_bytes"] // 2, "it has room to spare: nothing is tested"
+    assert found["most_bytes"] > found["promise_bytes"] * 3 // 4, "it has room to spare: nothing is tested"
     assert found["state_bytes"] > 3 * found["promise_bytes"]
     assert not found["refused"]

@@ -230,7 +230,7 @@ def test_in_vain_or_not_it_asks_before_the_promise_is_passed(monkeypatch: pytest
 def test_the_last_resort_is_asked_where_the_promise_would_be_passed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, code, asked = [LIMIT + 1], [3 * STEP_BYTES], list[int]()
+    now, code, asked = [LIMIT + 1], [0], list[int]()
     monkeypatch.setattr(resident_limit, "resident_bytes", lambda: now[0] + code[0])
 
     def last_resort() -> bool:
@@ -239,7 +239,6 @@ def test_the_last_resort_is_asked_where_the_promise_would_be_passed_all_the_same
         return len(asked) < 2
 
     limit = ResidentLimit(LIMIT, lambda: None, promise_bytes=PROMISE, last_resort=last_resort)
-    code[0] = 0
     limit.look(None)
     assert not asked, "the promise is far"
     now[0], code[0] = LIMIT - STEP_BYTES, 3 * STEP_BYTES
